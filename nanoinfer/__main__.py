@@ -13,7 +13,9 @@ from nanoinfer import SamplingParams, __version__
 from nanoinfer.bench import commands as bench
 from nanoinfer.cli import (
     SAMPLING_OPTIONS,
+    Layout,
     Parser,
+    a_text,
     add_engine_options,
     add_sampling_options,
     given_options,
@@ -61,8 +63,8 @@ Other options may change. Lines may be added at the end of the input. Lines with
 
 CHAT = """\
 Answers each line that you type, as its tokens come, and remembers the conversation. /reset forgets it, Ctrl-C stops an
-answer, Ctrl-D leaves. Lines may also be piped in:
-  echo 'What is 312 + 48?' | nanoinfer chat --model tiny --temperature 0
+answer, /quit or Ctrl-D leaves. Lines may also be piped in, as UTF-8; the exit code is 3 if one of them has no answer:
+  echo 'What is 312 + 48?' | nanoinfer chat tiny --temperature 0
 
 Sampling is as the model's generation_config.json recommends, and an answer may be as long as the model allows."""
 
@@ -83,8 +85,7 @@ MODELS = "List what `architectures` in config.json may say. docs/models.md tells
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="nanoinfer", description="Offline LLM inference.", epilog=EXAMPLE, formatter_class=layout)
+    parser = Parser(prog="nanoinfer", description="Offline LLM inference.", epilog=EXAMPLE, formatter_class=Layout)
     parser.add_argument("--version", action="version", version=f"nanoinfer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     add_run_batch(commands)
@@ -105,7 +106,7 @@ def add_run_batch(commands: Any) -> None:
         usage="nanoinfer run-batch --model MODEL -i FILE (-o FILE | --dry-run) [options]",
         description=RUN_BATCH,
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Layout,
     )
     file: dict[str, Any] = {"type": a_file, "metavar": "FILE"}
     batch.add_argument("-i", "--input", help="JSONL, may be gzipped", required=True, **file)
@@ -114,7 +115,11 @@ def add_run_batch(commands: Any) -> None:
     batch.add_argument("--limit", type=int, metavar="N", help="the first N lines alone; the rest may follow later")
     batch.add_argument("--retry-errors", action="store_true", help="do lines with errors again, and replace these")
     add_sampling_options(batch, "for lines that do not say")
-    batch.add_argument("--system", metavar="TEXT", help="a system message for chats that have none")
+    batch.add_argument("--system", type=a_text, metavar="TEXT", help="a system message for chats that have none")
+    json_of_lines = "of JSON that lines ask for:"
+    batch.add_argument("--disable-any-whitespace", action="store_true", help=f"{json_of_lines} no white space in it")
+    closed = f"{json_of_lines} no properties but those that its schema lists"
+    batch.add_argument("--disable-additional-properties", action="store_true", help=closed)
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
     batch.set_defaults(run=partial(run, batch))
@@ -125,16 +130,19 @@ def add_chat(commands: Any) -> None:
     chat = commands.add_parser(
         "chat",
         help="talk to a model",
-        usage="nanoinfer chat --model MODEL [options]",
+        usage="nanoinfer chat MODEL [options]",
         description=CHAT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Layout,
     )
+    chat.add_argument("named", nargs="?", metavar="MODEL", help="the model, if --model does not name it")
     add_sampling_options(chat, "in place of what the model recommends")
-    chat.add_argument("--system", metavar="TEXT", help="a system message, which stands before the conversation")
+    chat.add_argument(
+        "--system", type=a_text, metavar="TEXT", help="a system message, which stands before the conversation"
+    )
     template = 'what else the chat template understands, such as {"enable_thinking": false}'
     chat.add_argument("--chat-template-kwargs", type=json_object, metavar="JSON", help=template)
-    add_engine_options(chat.add_argument_group("the model and the engine"))
-    chat.set_defaults(run=run_chat)
+    add_engine_options(chat.add_argument_group("the model and the engine"), needs_model=False)
+    chat.set_defaults(run=run_chat, parser=chat)
 
 
 def list_models(_args: argparse.Namespace) -> int:
@@ -164,17 +172,19 @@ def show_log() -> None:
 def run_chat(args: argparse.Namespace) -> int:
     """Talk until the user leaves, and return the exit code."""
     options, overrides = given_options(args)
+    if (args.named is None) == ("model" not in options):
+        args.parser.error("name one model, such as: nanoinfer chat tiny")
+    options.setdefault("model", args.named)
     try:
         EngineConfig(**options), SamplingParams(**overrides)  # raise before PyTorch is imported
         from nanoinfer.terminal_chat import chat
 
-        chat(options, overrides, args.system, args.chat_template_kwargs)
+        return 0 if chat(options, overrides, args.system, args.chat_template_kwargs) else 3
     except (NanoinferError, OSError) as error:
         print(f"nanoinfer: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:  # while the model was loaded
         return 130
-    return 0
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:

@@ -7,17 +7,18 @@ used from asyncio has no thread.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
-from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
+from nanoinfer.outputs import RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
 from nanoinfer.text.arguments import (
     OnFinish,
     Params,
+    Priorities,
     Prompts,
     as_list_of_prompts,
     check_on_finish,
@@ -71,7 +72,7 @@ class AsyncCalls:
         use_tqdm: bool,
         on_finish: OnFinish | None,
         **options: Any,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Complete one prompt or many, as `LLM.generate` does. on_finish is called in the thread of the event loop.
 
         options: those of `Preparer.prepare`.
@@ -188,11 +189,11 @@ class AsyncMethods:
         sampling_params: Params = None,
         use_tqdm: bool = False,
         *,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
         on_finish: OnFinish | None = None,
         on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Do as `generate`, with its arguments but for hidden states, while other tasks of the event loop run.
 
         Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any, NoReturn, get_args
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import explain_unknown
+from nanoinfer.structured_outputs import SWITCHES
 from nanoinfer.vllm_names import LLM_NAMES, SAMPLING_NAMES
 
 FOREIGN = {**SAMPLING_NAMES, **LLM_NAMES}
@@ -20,6 +22,15 @@ SAMPLING_OPTIONS = {"temperature": float, "top_p": float, "top_k": int}
 def option_string(name: str) -> str:
     """Return how the command line spells an option."""
     return f"--{name.replace('_', '-')}"
+
+
+class Layout(argparse.RawDescriptionHelpFormatter):
+    """Puts what a command does beside its name, for which argparse leaves two columns too few."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if action.nargs == argparse.PARSER:
+            self._action_max_length += self._indent_increment
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,12 +70,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, when: str) -> None:
         parser.add_argument(option_string(name), type=kind, default=argparse.SUPPRESS, help=when)
 
 
-def add_engine_options(group: Any) -> None:
+def add_engine_options(group: Any, needs_model: bool = True) -> None:
     """Add an option for each field of EngineConfig, explained as there; what is not given stays out of the result."""
-    metavars: dict[Any, str] = {int: "N", float: "SHARE", Mapping[str, Any]: "JSON"}
+    metavars: dict[Any, str] = {int: "N", float: "NUMBER", Mapping[str, Any]: "JSON"}
     for field in fields(EngineConfig):
         kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
-        options: dict[str, Any] = {"required": field.default is MISSING, "default": argparse.SUPPRESS}
+        options: dict[str, Any] = {"required": needs_model and field.default is MISSING, "default": argparse.SUPPRESS}
         explained, default = field.metadata["help"], field.default
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -81,12 +92,27 @@ def given_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     """Return the options of the engine, and those of sampling, that were given."""
     given: dict[str, Any] = vars(args)
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+    if switches := {name: True for name in SWITCHES if given.get(name)}:
+        options["structured_outputs_config"] = {**(options.get("structured_outputs_config") or {}), **switches}
     return options, {name: value for name, value in given.items() if name in ("max_tokens", *SAMPLING_OPTIONS)}
+
+
+def a_text(given: str) -> str:
+    """Return an argument as UTF-8, as which a locale such as C does not read it."""
+    try:
+        given.encode()
+        return given
+    except UnicodeEncodeError:  # it has bytes that were not read
+        pass
+    try:
+        return os.fsencode(given).decode()
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{given!a:.200} is not UTF-8") from None
 
 
 def json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(a_text(text))
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r:.200} is no JSON ({error})") from None
     if not isinstance(value, dict):

@@ -16,6 +16,7 @@ A misspelt name of an option is a TypeError, as in any Python call; `check_names
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import fields
@@ -37,7 +38,18 @@ class ModelError(NanoinferError, ValueError):
 
 
 class RequestError(NanoinferError, ValueError):
-    """A prompt or a sampling parameter is invalid; nothing was queued."""
+    """A prompt or a sampling parameter is invalid; nothing was queued.
+
+    kind: a short name of what is wrong, equal for all prompts with the same fault; docs/generate.md lists them.
+    """
+
+    def __init__(self, message: str = "", kind: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def within(self, what: str) -> "RequestError":
+        """Return the same error with the thing that it is about before it."""
+        return RequestError(f"{what}: {self}", self.kind)
 
 
 class JobError(NanoinferError, ValueError):
@@ -69,6 +81,11 @@ def closed_error(failure: NanoinferError | None) -> NanoinferError:
 
 
 NOT_SUPPORTED = "nanoinfer does not support it"
+NO_ADAPTERS = (
+    "adapters are not supported; merge it into its base model with peft's merge_and_unload, and give the folder where "
+    "that is saved"
+)
+ABOUT_ADAPTERS = re.compile(r"lora|peft|(?<!prompt_)adapter")  # in the name of an option
 # For an option that nanoinfer does not have: the values that ask for what it does anyway, and why it takes no others.
 Foreign = tuple[tuple[Any, ...], str]
 # For each name that other libraries use: our name for the same thing, the values accepted, or None if there are none.
@@ -101,6 +118,8 @@ def says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
 
 def explain_unknown(name: str, known: Collection[str], foreign: Foreigners) -> str:
     """Say which option was probably meant, or why there is none; "" if there is nothing to say."""
+    if ABOUT_ADAPTERS.search(name):
+        return f"{NO_ADAPTERS}."
     its = foreign.get(name, "")
     if not isinstance(its, str):
         accepted, why = its or ((), NOT_SUPPORTED)

@@ -4,6 +4,7 @@ from nanoinfer.before_torch import import_seconds  # before all others
 
 # isort: split
 import inspect
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,10 @@ from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
+from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.garbage import rare_collections
-from nanoinfer.loading import find_model, load_engine
-from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Score, StreamChunk, engine_html
+from nanoinfer.loading import find_model, load_engine, reduce_llm
+from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Scores, StreamChunk, engine_html
 from nanoinfer.pooling_calls.calls import PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, OnHiddenStates, raising_errors
 from nanoinfer.pooling_calls.llm_methods import PoolingMethods
@@ -30,6 +32,7 @@ from nanoinfer.text.arguments import (
     GivenPrompt,
     OnFinish,
     Params,
+    Priorities,
     Prompts,
     as_list_of_prompts,
     as_prompt,
@@ -37,7 +40,7 @@ from nanoinfer.text.arguments import (
     check_on_finish,
     check_streamable,
 )
-from nanoinfer.text.chat import Conversation
+from nanoinfer.text.chat import Conversation, Conversations
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import OnError
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 import_seconds.end()
 
 
+@with_vllm_names
 class LLM(PoolingMethods, AsyncMethods):
     """A language model, loaded and ready.
 
@@ -77,6 +81,7 @@ class LLM(PoolingMethods, AsyncMethods):
         self.pooling_calls = PoolingCalls.of(
             self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.pooling_steps
         )
+        self._weights: object = found.list_files()  # names them for `datasets`
         self._wanted_states = HiddenStatesOptions.reader(found.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
@@ -88,12 +93,19 @@ class LLM(PoolingMethods, AsyncMethods):
         device, dtype = self._runner_info.device, str(self._runner_info.dtype).removeprefix("torch.")
         size = self.config.data_parallel_size
         replicas = f", data_parallel_size={size}" if size > 1 else ""
-        return f"LLM({self.config.model!r}, {device}, {dtype}, max_model_len={self.max_model_len}{replicas})"
+        closed = ""
+        try:
+            self.engine.check_open(is_for_steps=False)
+        except (EngineClosedError, WorkerError):
+            closed = ", closed"
+        return f"LLM({self.config.model!r}, {device}, {dtype}, max_model_len={self.max_model_len}{replicas}{closed})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_llm(sys._getframe(1).f_locals.get("self"), self.config, self._weights)
 
     def _repr_html_(self) -> str:
         return engine_html(repr(self), self._runner_info.description, self.get_metrics())
 
-    @with_vllm_names
     @rare_collections()
     def generate(
         self,
@@ -101,14 +113,14 @@ class LLM(PoolingMethods, AsyncMethods):
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
         on_finish: OnFinish | None = None,
         on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
         hidden_states: Sequence[int] | None = None,
         hidden_state_positions: Literal["prompt", "last"] = "prompt",
         on_hidden_states: OnHiddenStates | None = None,
-    ) -> list[RequestOutput]:
+    ) -> RequestOutputs:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
         prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, or a
@@ -141,15 +153,12 @@ class LLM(PoolingMethods, AsyncMethods):
             on_error=on_error,
             at_once=wanted is not None or on_finish is not None,
         )
-        if wanted is not None:
-            portions = wanted.add_to(portions)
         return self._complete(portions, use_tqdm, on_finish, wanted)
 
-    @with_vllm_names
     @rare_collections()
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversations,
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
@@ -158,11 +167,14 @@ class LLM(PoolingMethods, AsyncMethods):
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
         on_finish: OnFinish | None = None,
         on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+        hidden_states: Sequence[int] | None = None,
+        hidden_state_positions: Literal["prompt", "last"] = "prompt",
+        on_hidden_states: OnHiddenStates | None = None,
+    ) -> RequestOutputs:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
 
         messages: a list of {"role": ..., "content": ...}, or a list or a column of such lists. tools: functions, or
@@ -173,6 +185,7 @@ class LLM(PoolingMethods, AsyncMethods):
         without role or content, and where there is no tokenizer or no template.
         """
         check_on_finish(on_finish)
+        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
         template_options = {
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -188,9 +201,9 @@ class LLM(PoolingMethods, AsyncMethods):
             tokenization_kwargs=tokenization_kwargs,
             use_tqdm=use_tqdm,
             on_error=on_error,
-            at_once=on_finish is not None,
+            at_once=wanted is not None or on_finish is not None,
         )
-        return self._complete(portions, use_tqdm, on_finish)
+        return self._complete(portions, use_tqdm, on_finish, wanted)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
         """Complete one prompt or many, and yield what is new of each as its tokens come.
@@ -206,20 +219,24 @@ class LLM(PoolingMethods, AsyncMethods):
         return self._stream(requests)
 
     @rare_collections()
-    def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[Score]:
+    def score(
+        self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True, *, on_error: OnError = "raise"
+    ) -> Scores:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
 
-        prompts, completions: as in `generate`, as many of both. Two texts are joined before they are tokenized, as the
-        model would read them. The completion begins where the tokens of the whole differ from those of the prompt
-        alone, so a token across the border belongs to the completion. If that leaves no token for the prompt, or if
-        either is given as token ids, each is tokenized by itself. Prompts that begin alike share the computation of
-        what is alike. Raises RequestError for a pair that cannot be served, or has an empty part, and where
-        `logprobs_mode` is one of logits.
+        prompts, completions: as in `generate`, as many of both, or one prompt for all completions. Two texts are joined
+        before they are tokenized, as the model would read them. The completion begins where the tokens of the whole
+        differ from those of the prompt alone, so a token across the border belongs to the completion. If that leaves no
+        token for the prompt, or if either is given as token ids, each is tokenized by itself. Prompts that begin alike
+        share the computation of what is alike. on_error: with "return", pairs that cannot be served come back in their
+        places, with the reason in `error`. Raises RequestError for such a pair, and where `logprobs_mode` is one of
+        logits.
         """
         self.engine.check_open()
         check_scores(self.config.logprobs_mode)
         pairs = Pairs(self.preparer.prompt_processor, as_list_of_prompts(prompts), as_list_of_prompts(completions))
-        return pairs.scores(self._complete(pairs.prepare_portions(self.preparer.portion_size), use_tqdm))
+        portions = pairs.prepare_portions(self.preparer.portion_size, on_error)
+        return pairs.scores(self._complete(portions, use_tqdm, desc="Scoring"))
 
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -295,6 +312,7 @@ class LLM(PoolingMethods, AsyncMethods):
         is copied then; of an iterable, the tensors before it stay. Raises EngineStateError while requests are
         unfinished, or the weights sleep.
         """
+        self._weights = time.time_ns()  # those of no folder, even if some cannot be copied
         self._control.update_weights(named_tensors)
 
     load_weights = update_weights  # what trainers call on vLLM's models
@@ -363,9 +381,11 @@ class LLM(PoolingMethods, AsyncMethods):
         use_tqdm: bool,
         on_finish: OnFinish | None = None,
         wanted: HiddenStatesOptions | None = None,
-    ) -> list[RequestOutput]:
-        """Run the requests of a call to their end."""
-        progress = Progress(self.get_metrics, portions.num_requests, use_tqdm)
+        desc: str = "Generating",
+    ) -> RequestOutputs:
+        """Run the requests of a call to their end. desc: what is done, for the progress bar."""
+        portions = portions if wanted is None else wanted.add_to(portions)
+        progress = Progress(self.get_metrics, portions.num_requests, use_tqdm, desc=desc)
         with progress, raising_errors(wanted, progress.show) as show:
             outputs = self.queue.complete(portions, show, on_finish)
         return RequestOutputs(outputs)

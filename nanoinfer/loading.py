@@ -50,6 +50,11 @@ class FoundModel:
     tokenizer_folder: Path
     generation_config: dict[str, Any]
 
+    def list_files(self) -> list[tuple[str, int, int]]:
+        """Return name, bytes and time of the model's files: what tells other weights in the same folder."""
+        found = ((path.name, path.stat()) for path in sorted(self.folder.iterdir()))
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
     def load_tokenizer(self) -> Tokenizer | None:
         """Load the tokenizer; None where there is none. Slow, and safe to call beside the loading of weights."""
         is_random = self.config.load_format == "dummy"  # random weights fit any tokenizer
@@ -121,6 +126,19 @@ class LoadedEngine(NamedTuple):
         )
 
 
+def reduce_llm(pickler: Any, config: EngineConfig, weights: object) -> tuple[Any, ...]:
+    """Return what the fingerprints of `datasets` are made of: the options of an LLM, and what names its weights.
+
+    pickler: who asks. Raises TypeError for any other one, which would copy weights and cache to another process.
+    """
+    if type(pickler).__module__.partition(".")[0] == "datasets":
+        return EngineConfig, (config, weights)
+    raise TypeError(
+        "an LLM cannot be pickled or copied, as its weights and its cache belong to this process; make it in the "
+        "process that uses it. With datasets, leave num_proc out of map: one LLM answers all rows of a batch together"
+    )
+
+
 def find_model(config: EngineConfig) -> FoundModel:
     """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
     is_random = config.load_format == "dummy"
@@ -154,7 +172,14 @@ def load_engine(found: FoundModel) -> LoadedEngine:
             tokenizer = loading.result()
         prompt_processor = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
-        constraints = Constraints(tokenizer, model_config.vocab_size, prompt_processor.stop_token_ids, new_bits)
+        constraints = Constraints(
+            tokenizer,
+            model_config.vocab_size,
+            prompt_processor.stop_token_ids,
+            new_bits,
+            config.structured_outputs_config or (),
+            config.grammar_timeout,
+        )
         engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends

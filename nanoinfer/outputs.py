@@ -5,15 +5,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, SupportsIndex, TypeVar, cast, overload
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing the package is to cost little
     from numpy.typing import NDArray
+    from pandas import DataFrame
+    from typing_extensions import Self  # which `typing` has from Python 3.11 on
 
 MAX_SHOWN = 80  # characters of a text or a list in a repr
 MAX_HTML = 2000  # characters of a text in a notebook
 MAX_ROWS = 20  # completions in a table in a notebook
-OUTPUT_COLUMNS = ("request", "prompt", "completion", "tokens in + out", "finish_reason")
 
 
 def shown(value: Any) -> str:
@@ -94,7 +95,7 @@ class CompletionOutput:
         tokenizer's own EOS among them.
     logprobs: for each of `token_ids`, where SamplingParams ask for them: a list, or FlatLogprobs; their sum for these
         is cumulative_logprob.
-    error: why it ended with "error"; None for all other ends.
+    error: why it ended with "error"; None for all other ends. error_kind: a short name of that, to group errors by.
     routed_experts: where the LLM has enable_return_routed_experts, which experts computed each token: an array of whole
         numbers (num_tokens - 1, num_layers, num_experts_per_tok), the prompt's tokens from routed_experts_prompt_start
         on first. The last token was never computed. Layers without experts have zeros.
@@ -108,6 +109,7 @@ class CompletionOutput:
     logprobs: Sequence[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    error_kind: str | None = None
     routed_experts: "NDArray[Any] | None" = field(default=None, repr=False, compare=False)
 
     __repr__ = short_repr
@@ -279,7 +281,7 @@ class RequestOutput:
     prompt: the prompt as given, or None when it was given as token ids.
     prompt_token_ids: the prompt as the model saw it.
     num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
-    outputs: the completions; `text`, `token_ids`, `finish_reason` and `error` are those of the first.
+    outputs: the completions; what is a field of theirs too, such as `text` and `error`, is that of the first.
     metrics: how long it took.
     prompt_logprobs: for each prompt token, where SamplingParams ask for them; None for the first, because no token
         comes before it.
@@ -287,16 +289,19 @@ class RequestOutput:
         CPU, or of its last token alone.
 
     What follows from these is a field too, since pandas makes a column of each field: `pandas.DataFrame(outputs)` has a
-    row for each output. `to_dict` gives the same without what is nested.
+    row for each output. `to_dict` and the `to_dataframe` of a list of outputs give the same without what is nested.
     """
 
     request_id: int
     prompt: str | None
     text: str = field(init=False, repr=False, compare=False)
     finish_reason: str = field(init=False, repr=False, compare=False)
+    stop_reason: str | int | None = field(init=False, repr=False, compare=False)
     error: str | None = field(init=False, repr=False, compare=False)
+    error_kind: str | None = field(init=False, repr=False, compare=False)
     num_prompt_tokens: int = field(init=False, repr=False, compare=False)
     num_generated_tokens: int = field(init=False, repr=False, compare=False)
+    cumulative_logprob: float | None = field(init=False, repr=False, compare=False)
     prompt_token_ids: list[int]
     token_ids: list[int] = field(init=False, repr=False, compare=False)
     num_cached_tokens: int
@@ -310,7 +315,10 @@ class RequestOutput:
         set_field(self, "text", first.text)
         set_field(self, "token_ids", first.token_ids)
         set_field(self, "finish_reason", first.finish_reason)
+        set_field(self, "stop_reason", first.stop_reason)
         set_field(self, "error", first.error)
+        set_field(self, "error_kind", first.error_kind)
+        set_field(self, "cumulative_logprob", first.cumulative_logprob)
         set_field(self, "num_prompt_tokens", len(self.prompt_token_ids))
         set_field(self, "num_generated_tokens", len(first.token_ids))
 
@@ -335,6 +343,7 @@ class RequestOutput:
             "finish_reason": found.finish_reason,
             "stop_reason": None if found.stop_reason is None else str(found.stop_reason),
             "error": found.error,
+            "error_kind": found.error_kind,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
             "num_generated_tokens": len(found.token_ids),
@@ -354,40 +363,89 @@ class RequestOutput:
         return RequestOutputs([self])._repr_html_()
 
 
-def refused(request_id: int, prompt: str | None, num_samples: int, error: str) -> RequestOutput:
-    """Return the output of a request that cannot be served: every sample ends with the error."""
-    samples = [CompletionOutput(index, "", [], "error", error=error) for index in range(num_samples)]
-    return RequestOutput(request_id, prompt, prompt_token_ids=[], num_cached_tokens=0, outputs=samples)
-
-
 def failed_chunks(request_id: int, index: int, samples: Iterable[int]) -> list[StreamChunk]:
     """Return the last chunks of samples of a request that an error ends. index: of its prompt."""
     return [StreamChunk(index, "", [], "error", sample, request_id=request_id) for sample in samples]
 
 
-class RequestOutputs(list[RequestOutput]):
-    """A list of outputs, which a notebook shows as a table of their completions; so are its slices."""
+Output = TypeVar("Output")  # has `to_dict` and `html_row`
+
+
+class OutputList(list[Output]):
+    """A list of what a call returns: a notebook shows it as a table, and its slices too.
+
+    head: the names of the table's columns.
+    """
+
+    head: ClassVar[Sequence[str]]
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> RequestOutput: ...
+    def __getitem__(self, index: SupportsIndex) -> Output: ...
     @overload
-    def __getitem__(self, index: slice) -> "RequestOutputs": ...
-    def __getitem__(self, index: SupportsIndex | slice) -> "RequestOutput | RequestOutputs":
+    def __getitem__(self, index: slice) -> "Self": ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
         found = super().__getitem__(index)
-        return RequestOutputs(found) if isinstance(found, list) else found
+        return type(self)(cast("list[Output]", found)) if isinstance(index, slice) else found
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the `to_dict` of each output: rows for Polars, `datasets` and others."""
+        items: Iterable[Any] = self
+        return [item.to_dict() for item in items]
+
+    def to_dataframe(self, **options: Any) -> "DataFrame":
+        """Return the `to_dicts` as a DataFrame of pandas. options: those of `to_dicts`."""
+        from pandas import DataFrame
+
+        return DataFrame(self.to_dicts(**options))
+
+    def _rows(self) -> Iterator[Sequence[str]]:
+        """Yield the rows of the table that a notebook shows."""
+        items: Iterable[Any] = self
+        return (item.html_row() for item in items)
+
+    def _num_rows(self) -> int:
+        return len(self)
 
     def _repr_html_(self) -> str:
-        samples = ((output, sample) for output in self for sample in output.outputs)
-        rows = [OUTPUT_COLUMNS, *(_row(output, sample) for output, sample in islice(samples, MAX_ROWS))]
-        num_left = sum(len(output.outputs) for output in self) - len(rows) + 1
-        return html_table([*rows, [f"{num_left} more"]] if num_left else rows)
+        num_left = self._num_rows() - MAX_ROWS
+        rows = [self.head, *islice(self._rows(), MAX_ROWS)]
+        return html_table([*rows, [f"{num_left} more"]] if num_left > 0 else rows)
+
+
+class RequestOutputs(OutputList[RequestOutput]):
+    """What `generate` and `chat` return. A row of the table is a completion."""
+
+    head = "request", "prompt", "completion", "tokens in + out", "finish_reason"
+
+    def to_dicts(self, samples: bool = False) -> list[dict[str, Any]]:
+        """Return a flat row for each output, of its first completion. samples: a row for every completion instead."""
+        if not samples:
+            return super().to_dicts()
+        return [output.to_dict(sample) for output in self for sample in range(len(output.outputs))]
+
+    def _rows(self) -> Iterator[Sequence[str]]:
+        return (_row(output, sample) for output in self for sample in output.outputs)
+
+    def _num_rows(self) -> int:
+        return sum(len(output.outputs) for output in self)
 
 
 def _row(output: RequestOutput, sample: CompletionOutput) -> list[str]:
-    prompt = shown(output.prompt_token_ids) if output.prompt is None else output.prompt
     numbers = f"{len(output.prompt_token_ids)} + {len(sample.token_ids)}"
-    end = sample.finish_reason if sample.error is None else f"{sample.finish_reason}: {sample.error}"
-    return [f"{output.request_id}", prompt, sample.text or shown(sample.token_ids), numbers, end]
+    text = sample.text or (shown(sample.token_ids) if sample.token_ids else "")
+    return [f"{output.request_id}", prompt_cell(output), text, numbers, with_error(sample.finish_reason, sample.error)]
+
+
+def prompt_cell(output: Any) -> str:
+    """Return the prompt of an output for a table: its text, else its token ids, if it has any."""
+    if output.prompt is not None:
+        return str(output.prompt)
+    return shown(output.prompt_token_ids) if output.prompt_token_ids else ""
+
+
+def with_error(text: str, error: str | None) -> str:
+    """Return a table's cell, with the error of the output if it has one."""
+    return text if error is None else f"{text}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,13 +453,34 @@ class Score:
     """Says how likely a model finds a completion of a prompt.
 
     token_ids: the completion's. logprobs: of each of them, given all before it. total: their sum, the log-likelihood
-    of the whole. is_greedy: whether greedy decoding of the prompt would have said just this. If the request was aborted
-    or the model's logits are NaN, logprobs and total have NaN, and is_greedy is False.
+    of the whole. is_greedy: whether greedy decoding of the prompt would have said just this. error, error_kind: why
+    there is no score, as in CompletionOutput; total is NaN then. If the request was aborted or the model's logits are
+    NaN, logprobs and total have NaN, and is_greedy is False.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     total: float
     is_greedy: bool
+    error: str | None = None
+    error_kind: str | None = None
 
     __repr__ = short_repr
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a row of a table."""
+        return {found.name: getattr(self, found.name) for found in fields(self)}
+
+    def html_row(self) -> list[str]:
+        return [
+            shown(self.token_ids),
+            shown(self.logprobs),
+            with_error(shown(self.total), self.error),
+            str(self.is_greedy),
+        ]
+
+
+class Scores(OutputList[Score]):
+    """What `score` returns."""
+
+    head = "token_ids", "logprobs", "total", "is_greedy"

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nanoinfer.outputs import RequestMetrics, short_repr
+from nanoinfer.outputs import OutputList, RequestMetrics, prompt_cell, short_repr, with_error
 
 if TYPE_CHECKING:  # importing the package is to cost little
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     Values = NDArray[np.float32]
 
@@ -66,22 +67,28 @@ class RewardOutput:
         return f"RewardOutput(reward={self.reward if isinstance(self.reward, float) else _shown(self.reward)})"
 
 
+Contents = TypeVar("Contents", EmbeddingOutput, ClassificationOutput, RewardOutput)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class PoolingRequestOutput:
+class PoolingRequestOutput(Generic[Contents]):
     """Holds a finished request of `embed`, `classify` or `reward`.
 
     request_id, prompt, prompt_token_ids, num_cached_tokens, metrics: as in RequestOutput. outputs: an EmbeddingOutput,
-    a ClassificationOutput or a RewardOutput; its values are NaN where the model's are, and if the request was aborted.
-    hidden_states: those that were asked for, by layer; None if none were.
+    a ClassificationOutput or a RewardOutput; its values are NaN where the model's are, if the request was aborted, and
+    where there is an error. hidden_states: those that were asked for, by layer; None if none were. error, error_kind:
+    why the text could not be served, as in RequestOutput; None where it was.
     """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     num_cached_tokens: int
-    outputs: Any
+    outputs: Contents
     metrics: RequestMetrics = field(default=RequestMetrics(), repr=False)
-    hidden_states: Mapping[int, Any] | None = field(default=None, repr=False)
+    hidden_states: "Mapping[int, Tensor] | None" = field(default=None, repr=False)
+    error: str | None = None
+    error_kind: str | None = None
 
     __repr__ = short_repr
 
@@ -91,13 +98,41 @@ class PoolingRequestOutput:
         return True
 
     @property
-    def embedding(self) -> "Values":
+    def embedding(self: "PoolingRequestOutput[EmbeddingOutput]") -> "Values":
         """The embedding, of an output of `embed`."""
-        embedding: Values = self.outputs.embedding
-        return embedding
+        return self.outputs.embedding
 
     @property
-    def reward(self) -> "float | Values":
+    def reward(self: "PoolingRequestOutput[RewardOutput]") -> "float | Values":
         """The reward, of an output of `reward`."""
-        reward: float | Values = self.outputs.reward
-        return reward
+        return self.outputs.reward
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a flat row of a table; arrays are as they are."""
+        found: Any = self.outputs
+        if isinstance(found, EmbeddingOutput):
+            values: dict[str, Any] = {"embedding": found.embedding}
+        elif isinstance(found, ClassificationOutput):
+            values = {"label": found.label if self.error is None else None, "probs": found.probs}
+        else:
+            values = {"reward": found.reward}
+        return {
+            "request_id": self.request_id,
+            "prompt": self.prompt,
+            **values,
+            "error": self.error,
+            "error_kind": self.error_kind,
+            "num_prompt_tokens": len(self.prompt_token_ids),
+            "num_cached_tokens": self.num_cached_tokens,
+            "prompt_token_ids": self.prompt_token_ids,
+        }
+
+    def html_row(self) -> list[str]:
+        numbers = str(len(self.prompt_token_ids))
+        return [str(self.request_id), prompt_cell(self), with_error(repr(self.outputs), self.error), numbers]
+
+
+class PoolingOutputs(OutputList[PoolingRequestOutput[Contents]]):
+    """What `embed`, `classify` and `reward` return."""
+
+    head = "request", "prompt", "output", "tokens in"

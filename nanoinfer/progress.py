@@ -87,8 +87,7 @@ def progress_bar(desc: str, unit: str, total: int, use_tqdm: bool, initial: int 
 class Progress:
     """Shows the progress of a call: finished requests, and tokens a second since it began.
 
-    num_before: how many had finished before it. generates: whether they are requests for tokens; else texts that are
-    read alone.
+    num_before: how many had finished before it. desc: what is done with them; all but "Generating" reads them alone.
     """
 
     def __init__(
@@ -97,12 +96,11 @@ class Progress:
         num_requests: int,
         use_tqdm: bool,
         num_before: int = 0,
-        generates: bool = True,
+        desc: str = "Generating",
     ) -> None:
         self._get_metrics, self._before = get_metrics, get_metrics()
-        desc, unit = ("Generating", "req") if generates else ("Reading", "text")
-        self._bar = progress_bar(desc, unit, num_requests, use_tqdm, num_before)
-        self._generates = generates
+        self._generates = desc == "Generating"
+        self._bar = progress_bar(desc, "req" if self._generates else "text", num_requests, use_tqdm, num_before)
 
     def show(self, num_finished: int) -> None:
         if isinstance(self._bar, NoBar):  # called after each step, and nobody looks

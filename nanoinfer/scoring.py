@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import RequestOutput, Score
+from nanoinfer.outputs import RequestOutput, Score, Scores
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Prompt
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import EncodedPair, PreparedRequest, PromptProcessor
-from nanoinfer.text.refusals import Errors
+from nanoinfer.text.refusals import Errors, OnError, check_on_error
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
@@ -27,18 +27,23 @@ class Pairs:
     """The pairs of one call to `LLM.score`: prepares their requests, and reads the scores from the outputs."""
 
     def __init__(self, prompts: PromptProcessor, firsts: Sequence[Prompt], seconds: Sequence[Prompt]) -> None:
+        if len(firsts) == 1 and seconds:
+            firsts = [*firsts] * len(seconds)
         if len(firsts) != len(seconds):
-            raise RequestError(f"{len(seconds)} completions for {len(firsts)} prompts; give one for each")
+            raise RequestError(
+                f"{len(seconds)} completions for {len(firsts)} prompts; give one for each, or one prompt for all"
+            )
         self._prompt_processor, self._firsts, self._seconds = prompts, firsts, seconds
         self._encoded: dict[int, EncodedPair] = {}
 
-    def prepare_portions(self, size: int | None) -> Portions:
-        """Return the requests of all pairs. Raises RequestError for those that cannot be served."""
-        return Portions(self._prepare, range(len(self._firsts)), size, on_error=None)
+    def prepare_portions(self, size: int | None, on_error: OnError) -> Portions:
+        """Return the requests of all pairs. Raises RequestError for those that cannot be served, unless told not to."""
+        check_on_error(on_error)
+        return Portions(self._prepare, range(len(self._firsts)), size, on_error)
 
-    def scores(self, outputs: Sequence[RequestOutput]) -> list[Score]:
+    def scores(self, outputs: Sequence[RequestOutput]) -> Scores:
         """Return the score of each pair, given the outputs of their requests in order."""
-        return [score(output, self._encoded[index]) for index, output in enumerate(outputs)]
+        return Scores(score(output, self._encoded[index]) for index, output in enumerate(outputs))
 
     def _prepare(self, indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
         firsts = {index: self._firsts[index] for index in indices}
@@ -61,7 +66,10 @@ def scoring_request(pair: EncodedPair) -> PreparedRequest:
 def score(output: RequestOutput, pair: EncodedPair) -> Score:
     """Score the completion of a pair, given the output of its `scoring_request`."""
     token_ids, found = pair.completion, output.prompt_logprobs
+    if found is None:  # it was refused
+        return Score([], [], math.nan, False, output.error, output.error_kind)
     assert isinstance(found, PromptLogprobs), "the prompt's log-probabilities come in arrays, as they are without texts"
     ranks, logprobs = found.ranks[len(pair.prompt) :].tolist(), found.logprobs[len(pair.prompt) :, 0].tolist()
     total = sum(logprobs)  # NaN for what was aborted
-    return Score(token_ids, logprobs, total, all(rank == 1 for rank in ranks) and not math.isnan(total))
+    is_greedy = all(rank == 1 for rank in ranks) and not math.isnan(total)
+    return Score(token_ids, logprobs, total, is_greedy, output.error, output.error_kind)

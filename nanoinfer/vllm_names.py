@@ -7,12 +7,11 @@ value it is refused, with our name for it or with the reason. A string below is 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from nanoinfer.errors import NOT_SUPPORTED, Foreign, Foreigners, check_names
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Class = TypeVar("Class", bound=type)
 
 # Options of LLM for what nanoinfer does not have, and the values that do not ask for it.
 WITHOUT: dict[str, tuple[Any, ...]] = {
@@ -33,11 +32,11 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "config_format guided_decoding_backend tokenizer_mode": ("auto",),
     """
         additional_config allowed_local_media_path code_revision compilation_config cuda_graph_sizes
-        cudagraph_capture_sizes hf_config_path kv_events_config kv_transfer_config limit_mm_per_prompt lora_modules
-        max_cpu_loras max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
+        cudagraph_capture_sizes default_mm_loras hf_config_path kv_events_config kv_transfer_config
+        limit_mm_per_prompt lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
+        max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
         num_speculative_tokens override_generation_config pooler_config quantization_param_path reasoning_parser
-        scheduler_cls speculative_config speculative_model structured_outputs_config tokenizer_revision worker_cls
-        worker_extension_cls
+        scheduler_cls speculative_config speculative_model tokenizer_revision worker_cls worker_extension_cls
     """: (),
 }
 CHUNKS = "prompts above max_num_batched_tokens are always computed in chunks"
@@ -62,6 +61,8 @@ LLM_NAMES: Foreigners = {
     "rope_scaling": "hf_overrides={'rope_scaling': ...}",
     "rope_theta": "hf_overrides={'rope_theta': ...}",
     **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
+    "guided_decoding_disable_any_whitespace": "structured_outputs_config",
+    "guided_decoding_disable_additional_properties": "structured_outputs_config",
     **{name: (accepted, NOT_SUPPORTED) for names, accepted in WITHOUT.items() for name in names.split()},
     "enable_chunked_prefill": only(True, why=CHUNKS),
     "enable_sleep_mode": only(True, False, why="sleep and wake_up need no preparation"),
@@ -85,13 +86,17 @@ LLM_NAMES: Foreigners = {
     "use_v2_block_manager": only(True, why="there is one block manager"),
 }
 
-CALL_NAMES: Foreigners = {
+RANKS = "vLLM's score ranks pairs of texts, which classify and reward do here"
+PROMPT_NAMES: Foreigners = {
     "prompt_token_ids": "prompts, as lists of token ids",
     "truncate_prompt_tokens": "tokenization_kwargs",
+    **dict.fromkeys(("lora_request", "prompt_adapter_request", "mm_processor_kwargs", "multi_modal_data")),
+}
+CALL_NAMES: Foreigners = {
+    **PROMPT_NAMES,
     **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
     "guided_options_request": "structured_outputs of SamplingParams",
     "chat_template_content_format": only("auto"),
-    **dict.fromkeys(("lora_request", "prompt_adapter_request", "mm_processor_kwargs", "multi_modal_data")),
 }
 
 # The same for fields of SamplingParams, and for what transformers calls them.
@@ -168,12 +173,30 @@ LINE_NAMES: Foreigners = {
 }
 
 
-def with_vllm_names(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method that generates accept, or refuse with a hint, what vLLM's method of this name takes."""
-    known = [*inspect.signature(method).parameters][1:]
+def with_vllm_names(cls: Class) -> Class:
+    """Let the methods of a class, those of its bases too, refuse a misspelt option with a hint, and take vLLM's."""
+    for name in dir(cls):
+        method = getattr(cls, name)
+        if not name.startswith("_") and inspect.isfunction(method):
+            setattr(cls, name, _with_checked_names(method))
+    return cls
+
+
+def _with_checked_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    name, known = method.__name__, [*inspect.signature(method).parameters][1:]
+    if not known:
+        return method
+    foreign = CALL_NAMES if "sampling_params" in known else PROMPT_NAMES if "prompts" in known else {}
+    foreign = {key: its for key, its in foreign.items() if its != "tokenization_kwargs" or its in known}
+    if name == "score":
+        foreign |= dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), only(why=RANKS))
 
     @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        return method(*args, **check_names(method.__name__, options, known, CALL_NAMES))
+    def call(*args: Any, **options: Any) -> Any:
+        return method(*args, **(check_names(name, options, known, foreign) if options else options))
 
-    return call
+    @functools.wraps(method)
+    async def acall(*args: Any, **options: Any) -> Any:
+        return await method(*args, **check_names(name, options, known, foreign))
+
+    return acall if inspect.iscoroutinefunction(method) else call

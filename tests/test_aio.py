@@ -155,7 +155,7 @@ def test_errors_of_a_call_are_those_of_generate_and_harm_no_other(llm: LLM) -> N
         assert isinstance(error, RequestError)
         assert message in str(error)
     assert good == ids_of(llm.generate([1, 2], SHORT, use_tqdm=False))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'priorities'"):
+    with pytest.raises(TypeError, match="agenerate has no option 'priorities'; did you mean 'priority'"):
         run_all(generate(llm, [1], priorities=[1]))
 
 

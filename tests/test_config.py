@@ -101,6 +101,12 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
     assert {name: getattr(config, name) for name in options} == options
 
 
+MERGE = (
+    "adapters are not supported; merge it into its base model with peft's merge_and_unload, and give the folder where "
+    "that is saved."
+)
+
+
 @pytest.mark.parametrize(
     ("written", "hint"),
     [
@@ -110,7 +116,8 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
         ("eager", "did you mean 'enforce_eager'? "),
         ("block_size", "did you mean 'kvcache_block_size'? "),
         ("num_gpu_blocks_override", "did you mean 'num_kvcache_blocks'? "),
-        ("enable_lora", "nanoinfer does not support it. "),
+        *((name, f"{MERGE} ") for name in ("enable_lora", "lora_modules", "lora_local_path", "peft", "lora_paths")),
+        ("enable_prompt_adapter", "nanoinfer does not support it. "),
         ("trust_remote_code", "nanoinfer does not support it. "),
         ("hf_override", "did you mean 'hf_overrides'? "),
         ("wishes", ""),
@@ -397,7 +404,7 @@ def test_a_model_of_another_kind_is_named_as_what_it_is_with_what_to_do(
         (
             "adapter_config.json",
             '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',
-            "holds a LoRA adapter of 'Qwen/Qwen3-0.6B', not a model, and adapters are not supported; merge it into its",
+            f"holds a LoRA adapter of 'Qwen/Qwen3-0.6B', not a model, and {MERGE[:-1]}",
         ),
     ],
 )

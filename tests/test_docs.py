@@ -136,6 +136,15 @@ def test_the_page_of_installation_has_every_extra() -> None:
     assert sorted(re.findall(r"^([\w-]+) = ", extras, re.MULTILINE)) == sorted(table)
 
 
+def test_the_page_of_a_package_index_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is in pyproject.toml: links to files would lead nowhere there."""
+    [page] = re.findall(r'^text = """\n(.*?)^"""', (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert all(target.startswith("https://") for target, _ in LINK.findall(page))
+    [snippet] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(snippet, {"__name__": "__main__"})
+    assert capsys.readouterr().out == f"{snippet.rpartition('  # ')[2]}"
+
+
 def test_the_readmes_shell_blocks_can_be_pasted_each_by_itself() -> None:
     text = README.read_text()
     blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -13,7 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer import LLM, ModelError, NanoinferError, RequestError, SamplingParams, errors, tiny_model_path
+from nanoinfer import (
+    LLM,
+    ModelError,
+    NanoinferError,
+    RequestError,
+    SamplingParams,
+    StructuredOutputsParams,
+    errors,
+    tiny_model_path,
+)
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 NORM = "model.norm.weight"
@@ -178,13 +187,35 @@ def test_a_file_of_the_folder_may_be_a_link_as_in_the_hubs_cache_but_no_device(f
 # --- tokenizer ---
 
 
-def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_tokenizer_with_more_tokens_than_the_model_loads_and_prompts_with_them_are_refused(
+    folder: Path, replicas: int
+) -> None:
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["added_tokens"].append(content["added_tokens"][-1] | {"id": 1024, "content": "<new>"})
+    last = content["added_tokens"][-1]
+    content["added_tokens"] += [last | {"id": 1024 + i, "content": f"<new{i}>"} for i in range(40)]
     path.write_text(json.dumps(content))
-    said = f"the tokenizer in {folder} has 1025 tokens, and config.json vocab_size=1024"
-    assert said in refusal(folder)
+    said = (
+        "prompt 1 has '<new1>', a token that the tokenizer has (id 1025) and the model has not: its ids are 0 to 1023"
+    )
+    with LLM(folder, device="cpu", num_kvcache_blocks=16, data_parallel_size=replicas) as llm:
+        good, bad = llm.generate(["a", "a<new1>"], ONE, use_tqdm=False, on_error="return")
+        assert (good.outputs[0].error, bad.outputs[0].error) == (None, f"{said}; leave that text out")
+        with pytest.raises(RequestError, match="has '<new1>', a token"):
+            llm.embed(["b", "<new1>"], use_tqdm=False)
+        assert llm.encode("<new1>a")[0] == 1025
+        assert llm.decode(llm.encode("<new1>a"), skip_special_tokens=False) == "<new1>a"
+        forms = [StructuredOutputsParams(choice=["12", "7"]), StructuredOutputsParams(regex="[0-9]{2}")]
+        params = [SamplingParams(temperature=0, max_tokens=8, structured_outputs=form) for form in forms]
+        params += [SamplingParams(max_tokens=2, bad_words=["<new1>", "a<new39>"], min_tokens=1, logprobs=-1)]
+        params += [SamplingParams(max_tokens=2, stop_token_ids=[1025], min_tokens=1)]
+        texts = [output.text for output in llm.generate(["a"] * 4, params, use_tqdm=False)]
+        assert texts[0] in ("12", "7")
+        assert texts[1].isdigit()
+        for options in ({"allowed_token_ids": [1025]}, {"logit_bias": {1025: 1.0}}):
+            with pytest.raises(RequestError, match="token id 1025, outside the vocabulary; ids are 0 to 1023"):
+                llm.generate("a", SamplingParams(**options), use_tqdm=False)
 
 
 def test_code_in_the_folder_is_never_run(folder: Path) -> None:

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "before_torch": set(),
     "errors": set(),
     "vllm_names": {"errors"},
-    "config": {"errors", "vllm_names"},
+    "config": {"errors", "vllm_names", "structured_outputs"},
     "engine_options": set(),
     "device": {"errors"},
     "garbage": set(),
@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         *nanoinfer.__all__,
         "__version__",
+        "cli",
         "control",
         "engine",
         "executor.shm_ring",
@@ -94,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
     "cli": EVERYBODY,
-    "terminal_chat": EVERYBODY | {*nanoinfer.__all__},
+    "terminal_chat": EVERYBODY | {*nanoinfer.__all__, "text"},
     "__main__": EVERYBODY
     | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench", "models"}
     | {"engine.interrupts"},

@@ -1,8 +1,13 @@
 """The facade: what a user calls, what comes back, and what happens to calls that make no sense."""
 
+import asyncio
+import copy
 import gc
+import inspect
+import io
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -10,6 +15,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -427,6 +433,105 @@ def test_a_notebook_shows_a_table_of_the_llm_and_one_of_its_outputs(tiny: LLM) -
     assert all(part in shown for part in ("cpu, float32", "Qwen3ForCausalLM", "num_generated_tokens"))
 
 
+def test_scores_and_embeddings_are_shown_as_tables_and_read_with_a_bar_of_their_own(
+    tiny: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = tiny.score("<b>", ["1", "2"])
+    embeddings = tiny.embed(["<b>", [1, 2]])
+    refused = tiny.generate([""], on_error="return", use_tqdm=False)
+    bars = capsys.readouterr().err
+    assert re.findall(r"^\w+(?=: 2/2)", bars, re.MULTILINE) == ["Scoring", "Reading"]
+    assert ">is_greedy<" in scores._repr_html_()
+    assert scores._repr_html_().count("<tr>") == 3
+    assert "&lt;b&gt;" in embeddings[:1]._repr_html_()
+    assert "EmbeddingOutput(embedding=[" in embeddings._repr_html_()
+    assert "[]" not in refused._repr_html_()
+
+
+def test_a_closed_llm_is_shown_as_closed(random_checkpoint: Checkpoint) -> None:
+    with LLM(random_checkpoint(), device="cpu") as llm:
+        assert "closed" not in repr(llm)
+    assert repr(llm).endswith(", closed)")
+    assert ", closed)" in llm._repr_html_()
+
+
+def test_an_llm_is_not_copied_to_another_process_and_datasets_tell_one_from_another(
+    llm: LLM, random_checkpoint: Checkpoint
+) -> None:
+    for copied in (llm, llm.generate):
+        with pytest.raises(TypeError, match=r"an LLM cannot be pickled or copied, .* leave num_proc out of map"):
+            pickle.dumps(copied)
+    with pytest.raises(TypeError, match="an LLM cannot be pickled"):
+        copy.copy(llm)
+    assert datasets_hash(llm) == datasets_hash(llm)
+    with LLM(random_checkpoint(), device="cpu") as other:
+        before = datasets_hash(other)
+        assert before != datasets_hash(llm), "it has other options"
+        other.update_weights({})
+        assert datasets_hash(other) != before, "its weights may be others"
+
+
+def datasets_hash(llm: LLM) -> bytes:
+    """What the pickler of `datasets` makes a fingerprint of: a subclass of Python's own."""
+    written = io.BytesIO()
+    type("Pickler", (pickle._Pickler,), {"__module__": "datasets.utils._dill"})(written).dump(llm)
+    return written.getvalue()
+
+
+def test_chats_have_hidden_states_of_their_prompts(tiny: LLM) -> None:
+    chat = [{"role": "user", "content": "What is 312 + 48?"}]
+    seen: list[tuple[int, int]] = []
+    [output] = tiny.chat(chat, SHORT, use_tqdm=False, hidden_states=[0, -1])
+    [same] = tiny.generate([output.prompt_token_ids], SHORT, use_tqdm=False, hidden_states=[0, -1])
+    assert output.hidden_states is not None
+    assert same.hidden_states is not None
+    assert [*output.hidden_states] == [0, -1]
+    assert torch.allclose(output.hidden_states[-1], same.hidden_states[-1], atol=1e-5)
+    [last] = tiny.chat(chat, SHORT, use_tqdm=False, hidden_states=[-1], hidden_state_positions="last")
+    assert last.hidden_states is not None
+    assert torch.allclose(last.hidden_states[-1], same.hidden_states[-1][-1:], atol=1e-5)
+    tiny.chat(
+        chat, SHORT, False, hidden_states=[2], on_hidden_states=lambda index, layer, *_: seen.append((index, layer))
+    )
+    assert seen == [(0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "hint"),
+    [
+        ("score", {"on_eror": "return"}, "score has no option 'on_eror'; did you mean 'on_error'?"),
+        ("score", {"data_1": "a"}, "score has no option 'data_1'; vLLM's score ranks pairs of texts, which classify"),
+        ("stream", {"sampling_param": SHORT}, "stream has no option 'sampling_param'; did you mean 'sampling_params'?"),
+        ("astream", {"sampling_param": SHORT}, "astream has no option 'sampling_param'; did you mean"),
+        ("embed", {"promptname": "q"}, "embed has no option 'promptname'; did you mean 'prompt_name'?"),
+        ("embed", {"truncate_prompt_tokens": 3}, "did you mean 'tokenization_kwargs'?"),
+        ("classify", {"lora_request": 1}, "classify has no option 'lora_request'; nanoinfer does not support it."),
+        ("reward", {"use_tqmd": True}, "reward has no option 'use_tqmd'; did you mean 'use_tqdm'?"),
+        ("aembed", {"prompt_nam": "q"}, "aembed has no option 'prompt_nam'; did you mean 'prompt_name'?"),
+        ("agenerate", {"guided_json": None}, None),
+        ("agenerate", {"guided_json": "a"}, "agenerate has no option 'guided_json'; did you mean 'structured_outputs="),
+        ("sleep", {"levle": 2}, "sleep has no option 'levle'; did you mean 'level'?"),
+        ("wake_up", {"tag": ["weights"]}, "wake_up has no option 'tag'; did you mean 'tags'?"),
+        ("abort", {"request_id": 3}, "abort has no option 'request_id'; did you mean 'request_ids'?"),
+        ("add_request", {"prioritty": 3}, "add_request has no option 'prioritty'; did you mean 'priority'?"),
+        ("decode", {"skip_special_token": 3}, "decode has no option 'skip_special_token'; did you mean"),
+    ],
+)
+def test_a_misspelt_option_of_any_call_is_refused_with_the_right_one(
+    tiny: LLM, call: str, options: dict[str, Any], hint: str | None
+) -> None:
+    given = () if call in ("sleep", "wake_up", "abort") else ([1, 2],)
+
+    async def ask() -> None:
+        await getattr(tiny, call)(*given, **options)
+
+    with pytest.raises(TypeError, match=re.escape(hint)) if hint else nullcontext():
+        if inspect.iscoroutinefunction(getattr(tiny, call)):
+            asyncio.run(ask())
+        else:
+            getattr(tiny, call)(*given, **options)
+
+
 def test_prompts_as_vllms_users_write_them(llm: LLM) -> None:
     wanted = [output.token_ids for output in llm.generate([[1, 2], [3]], SHORT, use_tqdm=False)]
     given = [{"prompt_token_ids": [1, 2]}, {"prompt": [3]}]
@@ -456,7 +561,11 @@ def test_what_vllms_generate_and_chat_take_is_accepted_where_it_asks_for_nothing
             "generate has no option 'prompt_token_ids'; did you mean 'prompts, ",
         ),
         (tiny.chat, {"guided_json": {"a": 1}}, "chat has no option 'guided_json'; did you mean 'structured_outputs="),
-        (tiny.chat, {"lora_request": 1}, "chat has no option 'lora_request'; nanoinfer does not support it. Options: "),
+        (
+            tiny.chat,
+            {"lora_request": 1},
+            "chat has no option 'lora_request'; adapters are not supported; merge it into",
+        ),
         (tiny.chat, {"use_tqmd": True}, "chat has no option 'use_tqmd'; did you mean 'use_tqdm'? Options: messages, "),
     ):
         with pytest.raises(TypeError, match=re.escape(hint)):

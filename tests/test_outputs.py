@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nanoinfer import CompletionOutput, Logprob, RequestOutput, SamplingParams, Score, progress
-from nanoinfer.outputs import EngineMetrics, RequestMetrics, RequestOutputs, StreamChunk, refused
+from nanoinfer.outputs import EngineMetrics, RequestMetrics, RequestOutputs, StreamChunk
 
 ROOT = Path(__file__).parent.parent
 FIRST = CompletionOutput(index=0, text=" four", token_ids=[19, 2], finish_reason="stop")
@@ -35,6 +35,13 @@ def test_any_other_key_is_an_error_that_lists_the_keys(name: str) -> None:
         OUTPUT[name]
 
 
+REFUSED = RequestOutput(
+    request_id=8,
+    prompt=None,
+    prompt_token_ids=[],
+    num_cached_tokens=0,
+    outputs=[CompletionOutput(0, "", [], "error", error="prompt 1 is empty", error_kind="empty_prompt")],
+)
 FLAT = {
     "request_id": 7,
     "sample": 0,
@@ -43,6 +50,7 @@ FLAT = {
     "finish_reason": "stop",
     "stop_reason": "2",
     "error": None,
+    "error_kind": None,
     "num_prompt_tokens": 4,
     "num_cached_tokens": 0,
     "num_generated_tokens": 2,
@@ -57,25 +65,27 @@ def test_a_row_of_a_table_is_flat_and_a_column_has_values_of_one_type() -> None:
     assert output.to_dict() == FLAT
     second = {"sample": 1, "text": " five", "finish_reason": "length", "stop_reason": None}
     assert output.to_dict(1) == FLAT | second | {"num_generated_tokens": 1, "token_ids": [20]}
-    nothing = refused(8, None, 1, "prompt 1 is nan")
-    assert nothing.to_dict().keys() == FLAT.keys()
-    assert (nothing.text, nothing.finish_reason, nothing.error) == ("", "error", "prompt 1 is nan")
+    assert REFUSED.to_dict().keys() == FLAT.keys()
+    assert (REFUSED.text, REFUSED.finish_reason, REFUSED.error) == ("", "error", "prompt 1 is empty")
 
 
 def test_the_fields_that_pandas_makes_columns_of_have_what_the_rows_have() -> None:
     """pandas calls dataclasses.asdict where the first item is a dataclass and cannot be iterated over."""
     assert not hasattr(OUTPUT, "__iter__")
     columns, row = dataclasses.asdict(OUTPUT), OUTPUT.to_dict()
-    assert [*columns][:7] == [
+    assert [*columns][:10] == [
         "request_id",
         "prompt",
         "text",
         "finish_reason",
+        "stop_reason",
         "error",
+        "error_kind",
         "num_prompt_tokens",
         "num_generated_tokens",
+        "cumulative_logprob",
     ]
-    same = row.keys() - {"sample", "stop_reason", "cumulative_logprob"}
+    same = row.keys() - {"sample", "stop_reason"}
     assert {name: columns[name] for name in same} == {name: row[name] for name in same}
     replaced = dataclasses.replace(OUTPUT, outputs=[SECOND])
     assert (replaced.text, replaced.num_generated_tokens) == (" five", 1)
@@ -83,11 +93,14 @@ def test_the_fields_that_pandas_makes_columns_of_have_what_the_rows_have() -> No
 
 def test_pandas_and_datasets_take_outputs_as_they_are() -> None:
     pandas = pytest.importorskip("pandas")
-    outputs = RequestOutputs([OUTPUT, refused(8, None, 1, "prompt 1 is nan")])
+    outputs = RequestOutputs([OUTPUT, REFUSED])
     frame = pandas.DataFrame(outputs)
     assert frame["text"].tolist() == [" four", ""]
     assert frame["num_generated_tokens"].sum() == 2
-    assert frame["error"].tolist()[1] == "prompt 1 is nan"
+    assert frame["error"].tolist()[1] == "prompt 1 is empty"
+    assert frame.groupby("error_kind").size().to_dict() == {"empty_prompt": 1}
+    assert outputs.to_dataframe()["sample"].tolist() == [0, 0]
+    assert outputs.to_dataframe(samples=True)["text"].tolist() == [" four", " five", ""]
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([output.to_dict() for output in outputs])
     assert rows["text"][:] == [" four", ""]

@@ -61,9 +61,50 @@ def test_a_line_that_is_not_utf_8_is_named_and_the_next_is_answered(locale: str)
     shown = subprocess.run(
         command, input=b"caf\xe9?\n" + SUM.encode(), env=environment, capture_output=True, timeout=120
     )
-    assert shown.returncode == 0
+    assert shown.returncode == 3, "one line has no answer"
     assert shown.stdout.decode() == f"{ANSWERS[SUM]}\n"
     assert b"nanoinfer: 'caf\\udce9?' is not UTF-8; save the input as UTF-8" in shown.stderr
+
+
+@pytest.mark.parametrize("is_utf_8", ["0", "1"])
+def test_utf_8_is_read_and_written_in_a_locale_without_it(is_utf_8: str) -> None:
+    template = json.dumps({"chat_template": "{{ messages[0].content }}{{ messages[1].content }}"})
+    options = ["--system", "“ü”", "--chat-template-kwargs", template, "--max-tokens", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "LC_ALL": "C"}
+    environment |= {"PYTHONUTF8": is_utf_8, "PYTHONCOERCECLOCALE": "0"}
+    code = (
+        "import nanoinfer, nanoinfer.__main__ as m\n"
+        "from types import SimpleNamespace as Chunk\n"
+        "say = lambda llm, ids, params: (Chunk(text=llm.decode(ids), finish_reason='stop') for _ in '1')\n"
+        "nanoinfer.LLM.stream = say\n"
+        "m.main()"
+    )
+    command = [sys.executable, "-c", code, "chat", *GREEDY, *options]
+    given = "\ufeff中文?\n/quit\nnever read".encode()
+    shown = subprocess.run(command, input=given, env=environment, capture_output=True, timeout=120)
+    assert (shown.stdout.decode(), shown.returncode) == ("“ü”中文?\n", 0)
+
+
+@pytest.mark.parametrize("given", [["tiny"], ["--model", "tiny"], ["--temperature", "0", "tiny"]])
+def test_the_model_may_be_named_without_an_option(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", *given, "--device", "cpu"])
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("given", [[], ["tiny", "--model", "tiny"]])
+def test_a_chat_is_with_one_model(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", *given])
+    assert ended.value.code == 2
+    assert "nanoinfer chat: name one model, such as: nanoinfer chat tiny; see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit", "/bye"])
+def test_a_word_leaves_the_chat(word: str, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    assert talk(monkeypatch, f"{word}\n{SUM}\n") == 0
+    assert asked == []
 
 
 def test_a_conversation_is_remembered_until_it_is_reset(
@@ -83,7 +124,7 @@ def test_what_is_no_command_is_named_and_a_path_is_a_question(
     assert talk(monkeypatch, "/help\n/usr/bin is what?\n", "--max-tokens", 3) == 0
     assert len(asked) == 1
     shown = capsys.readouterr().err
-    assert "/help is no command: /reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D leaves" in shown
+    assert "/help is no command: /reset forgets the conversation, Ctrl-C stops an answer, /quit or Ctrl-D " in shown
     assert "(cut by --max-tokens or the model's limit)" in shown
 
 
@@ -127,7 +168,7 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_the_chat_goes_on(
 def test_a_question_that_cannot_be_served_is_no_part_of_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[str]
 ) -> None:
-    assert talk(monkeypatch, f"{'long ' * 100}\n{SUM}\n", "--max-model-len", 64) == 0
+    assert talk(monkeypatch, f"{'long ' * 100}\n{SUM}\n", "--max-model-len", 64) == 3
     shown = capsys.readouterr()
     assert shown.out == f"{ANSWERS[SUM]}\n"
     assert "exceeds max_model_len=64" in shown.err

@@ -30,6 +30,15 @@ with LLM(tiny_model_path(), max_num_seqs=3, dtype="float32", trace=None) as llm:
     reveal_type(llm.generate("12+34=?", SamplingParams(temperature=0, stop="="), use_tqdm=False))
     llm.generate([1, 2, 3])
     llm.generate(["12+34=?", [1, 2, 3], {"prompt": "12+34=?"}])
+    reveal_type(llm.embed("a")[0].outputs.embedding)
+    reveal_type(llm.classify("a")[:1][0].outputs.probs)
+    reveal_type(llm.reward("a")[0].reward)
+    reveal_type(llm.score("a", ["b", "c"])[0].total)
+class Column:  # a column of pandas, or its DataFrame, as pyright sees them without stubs
+    def to_numpy(self, dtype: object = None) -> object: ...
+llm.generate(Column())
+llm.chat(Column(), priority=Column())
+llm.classify("a")[0].embedding
 SamplingParams(temprature=1)
 SamplingParams(temperature="hot")
 LLM("x", max_num_seq=3)
@@ -40,13 +49,18 @@ llm.generate(3)
 WHAT_MYPY_SAYS = [
     (4, 'Revealed type is "nanoinfer.sampling_params.SamplingParams"'),
     (5, 'Revealed type is "nanoinfer.structured_outputs.StructuredOutputsParams"'),
-    (7, "outputs.RequestOutput]"),
-    (10, 'Unexpected keyword argument "temprature" for "SamplingParams"'),
-    (11, 'Argument "temperature" to "SamplingParams" has incompatible type "str"; expected "float"'),
-    (12, 'Unexpected keyword argument "max_num_seq" for "LLM"'),
-    (13, 'Argument "max_num_seqs" to "LLM" has incompatible type "str"; expected "int"'),
-    (14, 'Argument "dtype" to "LLM" has incompatible type "Literal[\'flot32\']"'),
-    (15, 'Argument 1 to "generate" of "LLM" has incompatible type "int"'),
+    (7, 'Revealed type is "nanoinfer.outputs.RequestOutputs"'),
+    (10, "floating["),
+    (11, "floating["),
+    (12, "float | numpy.ndarray["),
+    (13, 'Revealed type is "float"'),
+    (18, 'Invalid self argument "PoolingRequestOutput[ClassificationOutput]" to attribute function "embedding"'),
+    (19, 'Unexpected keyword argument "temprature" for "SamplingParams"'),
+    (20, 'Argument "temperature" to "SamplingParams" has incompatible type "str"; expected "float"'),
+    (21, 'Unexpected keyword argument "max_num_seq" for "LLM"'),
+    (22, 'Argument "max_num_seqs" to "LLM" has incompatible type "str"; expected "int"'),
+    (23, 'Argument "dtype" to "LLM" has incompatible type "Literal[\'flot32\']"'),
+    (24, 'Argument 1 to "generate" of "LLM" has incompatible type "int"'),
 ]
 
 

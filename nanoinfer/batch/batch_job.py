@@ -253,7 +253,7 @@ class Job:
                 compiling = self._background.submit(self._preparer.compile_grammars, [params])
             return Question(line, custom_id, body, params, compiling)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
-            self._fail(line, custom_id, "invalid_request", str(error))
+            self._fail(line, custom_id, getattr(error, "kind", "invalid_request"), str(error))
             return None
 
     def ask(self, question: Question) -> None:
@@ -268,7 +268,7 @@ class Job:
             question.compiling.result()  # it is kept, so that `_prepare` finds it
             return self._prepare(question)
         except (RequestError, RecursionError) as error:
-            self._fail(question.line, question.custom_id, "invalid_request", str(error))
+            self._fail(question.line, question.custom_id, getattr(error, "kind", "invalid_request"), str(error))
             return []
 
     def _prepare(self, question: Question) -> list[PreparedRequest]:
@@ -308,8 +308,8 @@ class Job:
         outputs = sorted(asked.outputs, key=lambda output: output.request_id)
         if "input" in body:
             return self._answer_embeddings(asked.question, outputs, summary)
-        if reasons := [choice.error for output in outputs for choice in output.outputs if choice.error is not None]:
-            return self._fail(line, custom_id, "model_error", reasons[0])
+        if failed := [choice for output in outputs for choice in output.outputs if choice.error is not None]:
+            return self._fail(line, custom_id, failed[0].error_kind or "model_error", str(failed[0].error))
         entries = {"id": line.id, "model": self._llm.config.model, "created": int(time.time())}
         echo = self._text if body.get("echo") else None
         content = response_body(outputs, params, "messages" in body, echo, **entries)

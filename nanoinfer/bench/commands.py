@@ -12,6 +12,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.bench.engines import ENGINES, check_engine, engine_options, make_params
 from nanoinfer.bench.throughput import benchmark, describe_machine
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
+from nanoinfer.cli import Layout
 from nanoinfer.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from nanoinfer.errors import ConfigError, NanoinferError
 
@@ -36,8 +37,9 @@ loads, with how many requests and tokens (far fewer on a CPU):
 
 def add_parser(subparsers: Any) -> None:
     """Add `bench` and its commands; each sets `run`, a function of the parsed arguments that returns an exit code."""
-    bench = subparsers.add_parser("bench", help="measure how fast this is", description="Measure how fast this is.")
-    commands = bench.add_subparsers(required=True, metavar="command")
+    help = "measure how fast this is"
+    bench = subparsers.add_parser("bench", help=help, description="Measure how fast this is.", formatter_class=Layout)
+    commands = bench.add_subparsers(required=True, metavar="COMMAND", title="commands")
 
     def add(name: str, function: Any, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = commands.add_parser(
@@ -45,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
             help=description,
             description=f"{description[0].upper()}{description[1:]}.",
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Layout,
         )
         parser.set_defaults(run=run, function=function)
         return parser
@@ -56,19 +58,19 @@ def add_parser(subparsers: Any) -> None:
     trace = add(
         "trace",
         run_trace,
-        "draw a whole run as a page, and trace single steps from its middle, host and GPU",
+        "draw a run as a page, and trace steps of host and GPU",
         WHICH_LOADS,
     )
-    embed = add("embed", run_embed, "time embeddings of texts, with sentence-transformers beside it if it is installed")
-    kernels = add("kernels", run_kernels, "time attention and products on a GPU, or all-reduces over several")
-    start = add("start", run_start, "time the first start, which compiles all kernels, and later ones")
+    embed = add("embed", run_embed, "time embeddings, beside sentence-transformers if installed")
+    kernels = add("kernels", run_kernels, "time attention and products, or all-reduces of several GPUs")
+    start = add("start", run_start, "time the first start, which compiles kernels, and later ones")
     host = add(
         "host",
         run_host,
-        "time what decode steps, few-shot prompts and replicas cost the host, without GPU, model and PyTorch",
+        "time what steps and prompts cost the host alone",
     )
-    turns = add("turns", run_turns, "time this version and other checkouts in turns, each loaded once", WHICH_LOADS)
-    on_policy = add("on-policy", run_on_policy, "compare sampled log-probabilities with a trainer's forward pass")
+    turns = add("turns", run_turns, "time this version and other checkouts in turns", WHICH_LOADS)
+    on_policy = add("on-policy", run_on_policy, "compare log-probabilities with a trainer's forward pass")
     report = add("report", run_report, "print one Markdown table of the figures that --json wrote")
 
     report.add_argument(

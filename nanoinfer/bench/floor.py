@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
+from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
 
 GIB = 2**30
 STATE_BYTES = 4  # of a value of the states of linear attention
@@ -111,10 +112,12 @@ def compute_floor(
     as nothing.
 
     Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits are read as
-    4.25 bits, with their scales, and multiplied at the rate for 16. Routers, which have 16 bits, are too small to count
-    apart. Of a KV cache in 8 bits, each key and value is a byte. Other scales count as nothing.
+    4.25 bits, with their scales, and multiplied at the rate for 16. What has 16 bits beside them counts so: routers,
+    modules that the checkpoint leaves so, and all but the experts of MXFP4. Of a KV cache in 8 bits, each key and value
+    is a byte. Other scales count as nothing.
     """
     weights = count_weights(config)
+    wide = weights.wide
     query_width = config.num_attention_heads * config.head_dim
     kv_values_per_token = 2 * config.num_key_value_heads * config.head_dim
     layers = _attention_layers(config)
@@ -131,7 +134,8 @@ def compute_floor(
     if workload.answers:
         num_logits = sum(workload.output_lens)
         num_prefill_tokens += sum(len(answer) for answers in workload.answers for answer in answers)
-    products = 2 * weights.layers_of_a_token * num_prefill_tokens / layer_rate
+    num_wide = wide.layers_of_a_token
+    products_of_a_token = 2 * ((weights.layers_of_a_token - num_wide) / layer_rate + num_wide / rates.matrix_rate)
     head = 2 * weights.lm_head * num_logits
     num_pairs = sum(count * _num_pairs(workload, window) for window, count in layers.items())
     attention = 4 * query_width * num_pairs + 6 * _num_state_values(config) * num_prefill_tokens
@@ -144,14 +148,16 @@ def compute_floor(
         num_kv_reads += count * sum(step.num_kv_reads for step in of_layer)
     num_kv_bytes = num_kv_reads * kv_values_per_token * kv_bytes
     num_kv_bytes += 2 * STATE_BYTES * _num_state_values(config) * sum(step.num_seqs for step in steps)
-    multiply_one = 2 * (weights.layers_of_a_token / layer_rate + weights.lm_head / rates.matrix_rate)
+    multiply_one = products_of_a_token + 2 * weights.lm_head / rates.matrix_rate
 
     def read_weights(num_seqs: int) -> float:
-        num_bytes = weights.layers_read_by(num_seqs) * layer_bytes + weights.lm_head * rates.bytes_per_value
+        num_wide = wide.layers_read_by(num_seqs)
+        num_bytes = (weights.layers_read_by(num_seqs) - num_wide) * layer_bytes
+        num_bytes += (num_wide + weights.lm_head) * rates.bytes_per_value
         return num_bytes / rates.bandwidth
 
     return Floor(
-        prefill_seconds=products + (head + attention) / rates.matrix_rate,
+        prefill_seconds=products_of_a_token * num_prefill_tokens + (head + attention) / rates.matrix_rate,
         decode_matrix_seconds=sum(max(read_weights(step.num_seqs), multiply_one * step.num_seqs) for step in steps),
         decode_kv_seconds=num_kv_bytes / rates.bandwidth,
         num_decode_steps=len(steps),
@@ -190,7 +196,7 @@ class Weights(NamedTuple):
     """Counts the values in a model's matrices, norms left out.
 
     dense: of all layers, experts left out. lm_head: also of the embedding, which is as large. expert: of one expert in
-    each layer that has any.
+    each layer that has any. wide_dense, wide_expert: those of them that have 16 bits where others have fewer.
     """
 
     dense: int
@@ -198,6 +204,13 @@ class Weights(NamedTuple):
     expert: int = 0
     num_experts: int = 0
     num_experts_per_tok: int = 0
+    wide_dense: int = 0
+    wide_expert: int = 0
+
+    @property
+    def wide(self) -> "Weights":
+        """Count only what has 16 bits where others have fewer."""
+        return self._replace(dense=self.wide_dense, expert=self.wide_expert)
 
     @property
     def layers_of_a_token(self) -> int:
@@ -214,26 +227,44 @@ class Weights(NamedTuple):
 
 def count_weights(config: ModelConfig) -> Weights:
     """Count the values in a model's matrices."""
-    attention_width = config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    attention = config.num_hidden_layers * config.hidden_size * (2 * attention_width + 2 * kv_width)  # q, o, k, v
-    if (linear := config.linear_attention) is not None:  # then q_proj computes gates, too
-        num_linear = sum(linear.is_linear)
-        full = config.hidden_size * (3 * attention_width + 2 * kv_width)
-        each = config.hidden_size * (2 * linear.key_size + 3 * linear.value_size + 2 * linear.num_value_heads)
-        attention = (config.num_hidden_layers - num_linear) * full + num_linear * each
-    mlp = 3 * config.hidden_size * config.intermediate_size
+    num_values, num_wide = Counter[str](), Counter[str]()
+    for index in range(config.num_hidden_layers):
+        for module, num_outputs in _outputs(config, index).items():
+            kind = "expert" if ".experts." in module else "dense"
+            num_values[kind] += num_outputs * config.hidden_size
+            if config.quantization is not None and not _has_fewer_bits(config.quantization, index, module):
+                num_wide[kind] += num_outputs * config.hidden_size
     lm_head = config.vocab_size * config.hidden_size
-    moe = config.moe
-    if moe is None:
-        return Weights(attention + config.num_hidden_layers * mlp, lm_head)
-    num_sparse = sum(moe.has_experts)
-    num_dense = config.num_hidden_layers - num_sparse
-    routers = num_sparse * moe.num_experts * config.hidden_size
-    expert = num_sparse * 3 * config.hidden_size * moe.intermediate_size
-    shared_experts = num_sparse * 3 * config.hidden_size * (moe.shared_size or 0)
-    dense = attention + num_dense * mlp + routers + shared_experts
-    return Weights(dense, lm_head, expert, moe.num_experts, moe.num_experts_per_tok)
+    experts = (config.moe.num_experts, config.moe.num_experts_per_tok) if config.moe else (0, 0)
+    return Weights(num_values["dense"], lm_head, num_values["expert"], *experts, num_wide["dense"], num_wide["expert"])
+
+
+def _outputs(config: ModelConfig, index: int) -> dict[str, int]:
+    """Return how many outputs each matrix of a layer has, or inputs if its outputs are hidden_size; of one expert."""
+    width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    moe, linear = config.moe, config.linear_attention
+    gates = 0 if linear is None else width  # which q_proj then computes, too
+    outputs = {"self_attn.qkv_proj": width + gates + 2 * kv_width, "self_attn.o_proj": width}
+    if linear is not None and config.is_linear(index):
+        outputs = {
+            "linear_attn.in_proj_qkvz": 2 * linear.key_size + 2 * linear.value_size,
+            "linear_attn.in_proj_ba": 2 * linear.num_value_heads,
+            "linear_attn.out_proj": linear.value_size,
+        }
+    sizes = {"mlp": config.intermediate_size}
+    if moe is not None and moe.has_experts[index]:
+        outputs["mlp.gate"] = moe.num_experts
+        sizes = {"mlp.experts": moe.intermediate_size, "mlp.shared_expert": moe.shared_size or 0}
+    for mlp, size in sizes.items():
+        outputs |= {f"{mlp}.gate_up_proj": 2 * size, f"{mlp}.down_proj": size}
+    return outputs
+
+
+def _has_fewer_bits(quantization: QuantizationConfig, index: int, module: str) -> bool:
+    """Return whether a module of a layer has weights in fewer bits; see `with_quantization`."""
+    if module == "mlp.gate" or (module == "linear_attn.in_proj_ba" and not quantization.in_checkpoint):
+        return False
+    return quantization.covers(f"model.layers.{index}.{module}")
 
 
 class DecodeStep(NamedTuple):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ LFS_REMEDY = (
     "is a Git LFS pointer in place of the file itself; run `git lfs install` and `git lfs pull` in its folder, or "
     "download the model again"
 )
+HUB_HOSTS = ("huggingface.co/", "hf.co/", "www.huggingface.co/")
+HUB_ADDRESS = re.compile(r"(?:\w+://)?(?:www\.)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)")
 GGUF_REMEDY = "give the original checkpoint in safetensors, or make one by transformers as docs/models.md shows"
 
 
@@ -53,6 +56,10 @@ def resolve_model_folder(
             raise ModelError(f"{named} is a file; give the folder that holds it")
     except (OSError, RuntimeError) as error:  # a name too long for any file, the home of nobody
         raise ModelError(f"{named} cannot be a folder ({error}); give another") from None
+    if "://" in model or model.startswith(HUB_HOSTS):
+        found = HUB_ADDRESS.match(model)
+        give = f"its hub id, {found[1]!r}" if found else "a hub id such as 'Qwen/Qwen3-0.6B', or a local folder"
+        raise ModelError(f"{named} is an address on the web; give {give}")
     parts = model.split("/")
     if len(parts) != 2 or not all(parts) or model.startswith((".", "~")) or "\\" in model:
         raise ModelError(f"{named}: there is no such folder; give one, or a hub id such as 'Qwen/Qwen3-0.6B'")

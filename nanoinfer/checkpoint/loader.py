@@ -3,7 +3,10 @@
 Everything is accounted for: a parameter that no tensor fills, and a tensor that no parameter takes, are errors.
 """
 
+import logging
+import re
 from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, LFS_REMEDY, is_lfs_pointer, read_json
-from nanoinfer.checkpoint.weights import ModelWeights, listed
-from nanoinfer.errors import ModelError
+from nanoinfer.checkpoint.weights import ModelWeights, Place, listed
+from nanoinfer.errors import NO_ADAPTERS, ModelError
 
+logger = logging.getLogger("nanoinfer")
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What may lie beside a model's own files: the same weights in the layout of Mistral's own code, and LoRA adapters.
+NOT_THE_MODEL = ("consolidated*.safetensors", "adapter_model*.safetensors")
 PICKLED = (".bin", ".pt", ".pth")
+HEAD = "lm_head.weight"
+NUMBER = re.compile(r"\.\d+(?=\.)")  # in a tensor's name
 
 
 def load_model(model: Any, folder: Path) -> None:
@@ -23,28 +33,70 @@ def load_model(model: Any, folder: Path) -> None:
 
     Raises ModelError where tensors are missing, left over, or of another shape.
     """
+    if model.is_tied:
+        _untie_if_different(model, folder)
     weights = ModelWeights(model)
     weights.expect_all()
-    seen, left_over = set(), []
+    seen, left_over = set[str](), []
+    names: dict[Place, str] = {}  # of the tensors that fill the places
     for name, tensor in iterate_weights(folder):
         if name in seen:
-            raise ModelError(f"{folder} has {name} in two of its files; remove the file that is not of this checkpoint")
+            raise ModelError(
+                f"{folder} has {name} in two of its files, {listed(_files_with(name, folder))}; remove the one that is "
+                "not of this checkpoint"
+            )
         seen.add(name)
         if not weights.is_needed(name):
             continue
         try:
             parts = weights.split(name, tensor)
             if not all(place in weights.missing for place in parts):
-                left_over.append(name)
+                if not (model.is_tied and model.locate(name) == model.locate(HEAD)):  # of both one is enough
+                    weights.check_bits(name)
+                    left_over.append(name)
                 continue
             for place, part in parts.items():
                 weights.fill(place, part)
+                names[place] = name
         except ModelError as error:
             raise ModelError(f"{name} in {folder}: {error}; is this config.json that of the checkpoint?") from None
     if weights.missing:
-        raise ModelError(f"{folder} lacks weights for {listed(weights.missing_names())}; download the checkpoint again")
+        missing = _names_as_in_others(weights, names)
+        raise ModelError(f"{folder} lacks weights for {listed(missing)}; download the checkpoint again")
     if left_over:
         raise ModelError(f"{folder} has weights that the model does not know: {listed(left_over)}")
+
+
+def _untie_if_different(model: Any, folder: Path) -> None:
+    """Give the head a weight of its own where the files have one unlike the embedding, as transformers 5 does."""
+    place = model.locate(HEAD)
+    tied = [tensor for name, tensor in iterate_weights(folder) if model.locate(name) == place]
+    if len(tied) == 2 and not (tied[0].shape == tied[1].shape and torch.equal(tied[0], tied[1].to(tied[0].dtype))):
+        logger.warning(
+            "config.json ties lm_head to the embedding, and %s has another lm_head, which is used; set "
+            "tie_word_embeddings to false there",
+            folder,
+        )
+        model.untie()
+
+
+def _names_as_in_others(weights: ModelWeights, names: dict[Place, str]) -> list[str]:
+    """Return what the missing tensors are called in this checkpoint: as those of other layers and experts are."""
+
+    def split(place: Place) -> tuple[str, list[str]]:
+        """Return a place without its numbers, and these: of the layer, and of the expert."""
+        path = ".".join(filter(None, place))
+        return NUMBER.sub(".#", path), NUMBER.findall(path)
+
+    others = {split(place)[0]: name for place, name in names.items()}
+    missing = []
+    for place, name in zip(weights.missing, weights.missing_names(), strict=True):
+        pattern, numbers = split(place)
+        words = NUMBER.split(others.get(pattern, ""))
+        missing.append(
+            "".join(chain.from_iterable(zip_longest(words, numbers[: len(words) - 1], fillvalue=""))) or name
+        )
+    return [*dict.fromkeys(missing)]
 
 
 def fill_with_random_weights(model: nn.Module, std: float, seed: int) -> None:
@@ -75,27 +127,49 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{index} has no weight_map; download the file again")
-        for name in weight_map.values():
-            # The file may be a link, as in the hub's cache; its name may not lead out of the folder.
-            if not isinstance(name, str) or Path(name).name != name or len(name) > 255:
-                raise ModelError(f"{index} names {name!r:.99}, which is no file of its folder; download it again")
-        files = sorted({folder / name for name in weight_map.values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    """Return the files of the checkpoint. As transformers, take model.safetensors alone where there is one."""
+    single, index = folder / SINGLE, folder / INDEX
+    files = _indexed_files(index) if index.exists() else []
+    if single.is_file() and single not in files:
+        return [single]
     if absent := [path.name for path in files if not path.is_file()]:
         raise ModelError(f"{folder} lacks {listed(absent)}, which its index names; download the checkpoint again")
-    if files:
+    found = sorted(folder.glob("*.safetensors"))
+    others = [path for path in found if any(path.match(pattern) for pattern in NOT_THE_MODEL)]
+    if files := files or [path for path in found if path not in others]:
         return files
-    if any(folder.glob("*.gguf")):
-        raise ModelError(f"{folder} has its weights only in GGUF files; {GGUF_REMEDY}")
-    if any(path.suffix in PICKLED for path in folder.iterdir()):
+    if others:
+        raise ModelError(
+            f"{folder} has no {SINGLE}, and {listed([path.name for path in others])} is not read: consolidated files "
+            f"have the layout of Mistral's own code, and of LoRA {NO_ADAPTERS}; download {SINGLE}"
+        )
+    names = sorted(path.name for path in folder.iterdir())
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        raise ModelError(f"{folder} has its weights only in GGUF files; {GGUF_REMEDY} (found: {listed(gguf)})")
+    if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise ModelError(
             f"{folder} has only pickled weights, which are refused: unpickling a file can run any code that is in it; "
-            "convert them with transformers' save_pretrained(safe_serialization=True)"
+            f"convert {listed(pickled)} with transformers' save_pretrained(safe_serialization=True)"
         )
     raise ModelError(f"{folder} has no *.safetensors file; download the checkpoint, or use load_format='dummy'")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index} has no weight_map; download the file again")
+    for name in weight_map.values():
+        # The file may be a link, as in the hub's cache; its name may not lead out of the folder.
+        if not isinstance(name, str) or Path(name).name != name or len(name) > 255:
+            raise ModelError(f"{index} names {name!r:.99}, which is no file of its folder; download it again")
+    return sorted({index.parent / name for name in weight_map.values()})
+
+
+def _files_with(name: str, folder: Path) -> list[str]:
+    """Return the files that have a tensor of this name."""
+    found = []
+    for path in _weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 (not a dict)
+                found.append(path.name)
+    return found

@@ -1,9 +1,9 @@
 """The sizes of a model, read from its config.json, in the spellings of transformers 4.51 to 5.x."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.config_fields import DEFAULTS, MAX_SIZE, MULTIPLIERS, read_flag, read_number
@@ -23,6 +23,7 @@ from nanoinfer.checkpoint.pooling_config import (
     read_head,
     read_pooling,
     split_architecture,
+    with_padding,
 )
 from nanoinfer.checkpoint.quantization_config import read_quantization
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
@@ -47,6 +48,23 @@ UNSUPPORTED_UNLESS = {
     "final_logit_softcapping": None,
     "attention_out_bias": False,
 }
+
+
+# The products of an MLP, by the field of its inner size.
+PRODUCTS_OF_MLPS = {
+    "intermediate_size": ("mlp.gate_up_proj", "mlp.down_proj"),
+    "moe_intermediate_size": ("mlp.experts.gate_up_proj",),  # which stands for all of an expert
+    "shared_expert_intermediate_size": ("mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"),
+}
+
+
+class ShareOfHeads(NamedTuple):
+    """Says how many values of some heads a rank has, and which products have them as outputs and as inputs."""
+
+    name: str
+    share: int
+    outputs_of: str
+    inputs_of: str | None = None
 
 
 class Architecture(Protocol):
@@ -156,7 +174,7 @@ class ModelConfig(BaseModelConfig):
                 model_class.renamed_modules,
             ),
             encoder=encoder,
-            head=head,
+            head=with_padding(head, raw) if encoder is None else head,
             **values,
         )
         config._check(quantization)
@@ -248,23 +266,46 @@ class ModelConfig(BaseModelConfig):
             return None
         if size > 1 and quantization.unsplittable_reason is not None:
             return quantization.unsplittable_reason
-        shares = {}
-        if quantization.covers_attention:
-            shares["the query heads"] = self.num_attention_heads // size * self.head_dim
-        if quantization.covers_attention and self.linear_attention is not None:
-            shares["the linear key heads"] = self.linear_attention.key_size // size
-            shares["the linear value heads"] = self.linear_attention.value_size // size
-        multiple = quantization.shard_multiple if size > 1 else 1  # a whole row may end in a smaller group
-        if quantization.block_size is not None:
-            multiple = quantization.block_size
-            shares["the KV heads"] = max(1, self.num_key_value_heads // size) * self.head_dim
-            for name, mlp in self._mlps.items():  # of which ranks have whole blocks
-                if mlp % multiple:
-                    return f"{name}={mlp} is no multiple of the {multiple} that share a scale"
-        for name, share in shares.items():
-            if share % multiple:
-                return f"a rank's share of {name}, {share} values, is no multiple of the {multiple} that share a scale"
+        block_size = quantization.block_size
+        multiple = block_size or (quantization.shard_multiple if size > 1 else 1)  # a whole row may end in less
+        uneven = f"is no multiple of the {multiple} that share a scale"
+        for heads in self._shares_of_heads(size):  # outputs share scales in blocks alone
+            products = [heads.inputs_of, heads.outputs_of if block_size else None]
+            if heads.share % multiple and self._have_fewer_bits(products):
+                return f"a rank's share of {heads.name}, {heads.share} values, {uneven}"
+        for name, mlp in self._mlps.items() if block_size else ():  # of which ranks have whole blocks
+            if mlp % multiple and self._have_fewer_bits(PRODUCTS_OF_MLPS[name]):
+                return f"{name}={mlp} {uneven}"
         return None
+
+    def _shares_of_heads(self, size: int) -> Iterator["ShareOfHeads"]:
+        """Yield what each of `size` ranks has of the heads."""
+        value_heads = self.num_attention_heads // size * self.head_dim
+        yield ShareOfHeads("the query heads", value_heads, "self_attn.qkv_proj", "self_attn.o_proj")
+        key_heads = max(1, self.num_key_value_heads // size) * self.head_dim
+        yield ShareOfHeads("the KV heads", key_heads, "self_attn.qkv_proj")
+        if (linear := self.linear_attention) is not None:
+            products = "linear_attn.in_proj_qkvz", "linear_attn.out_proj"
+            yield ShareOfHeads("the linear value heads", linear.value_size // size, *products)
+            yield ShareOfHeads("the linear key heads", linear.key_size // size, products[0])
+
+    def _have_fewer_bits(self, products: Iterable[str | None]) -> bool:
+        """Return whether the weight of one of these products has fewer bits in any layer that has it."""
+        covers = cast(QuantizationConfig, self.quantization).covers
+        return any(
+            covers(f"model.layers.{index}.{product}")
+            for product in products
+            if product is not None
+            for index in range(self.num_hidden_layers)
+            if self._has_product(index, product)
+        )
+
+    def _has_product(self, index: int, product: str) -> bool:
+        part, _, last = product.partition(".")
+        if part == "mlp":
+            has_experts = self.moe is not None and self.moe.has_experts[index]
+            return has_experts == last.startswith(("experts", "shared_expert"))
+        return self.is_linear(index) == (part == "linear_attn")
 
 
 def read_architecture(raw: Mapping[str, Any]) -> str:

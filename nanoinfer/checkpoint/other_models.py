@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
+from nanoinfer.errors import NO_ADAPTERS
 
 ENCODER_DECODER = (
     "an encoder-decoder, which reads its prompt with one half and writes with the other; run it with transformers, or "
@@ -61,10 +62,7 @@ def explain_folder(folder: Path) -> str:
     """Say why a folder without config.json is no model, and what to do."""
     if (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        return (
-            f"holds a LoRA adapter of {base!r}, not a model, and adapters are not supported; merge it into its base "
-            "model with peft's merge_and_unload, and give the folder where that is saved"
-        )
+        return f"holds a LoRA adapter of {base!r}, not a model, and {NO_ADAPTERS}"
     if any(folder.glob("*.gguf")):
         return f"has only GGUF files; {GGUF_REMEDY}"
     return "has no config.json; give the folder of a Hugging Face checkpoint"

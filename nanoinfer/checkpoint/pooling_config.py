@@ -5,7 +5,7 @@ embedding: modules.json, the folders that it names, config_sentence_transformers
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,18 @@ POOLING_FLAGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")  # of torch.nn
+# Classes of torch.nn that need no argument. The files name the class alone, so sentence-transformers gives it none.
+ACTIVATIONS = (
+    *("Identity", "Sigmoid", "Softmax", "Tanh", "ReLU", "GELU", "SiLU", "Mish", "ELU", "SELU", "LeakyReLU"),
+    *("Softplus", "Softsign", "Hardtanh", "LogSigmoid"),
+)
+# How sentence-transformers may call the tokenizer without changing the tokens of a text that is not cut.
+HARMLESS_TOKENIZING = {"padding", "padding_side", "pad_to_multiple_of", "truncation", "return_tensors"}
+# Between "sentence_" and "_config.json": how the file of a Transformer module has been called.
+TRANSFORMER_FILES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TASKS = ("feature-extraction", "sequence-classification", "text-generation")  # of a Transformer module
+TEXT_OUTPUTS = (None, "last_hidden_state", "logits")  # that these tasks read
+SENTENCE = "sentence_embedding"  # the name of the vector that a text is pooled to
 NO_LENGTH = 10**9  # from here on, a tokenizer's model_max_length means that it has no limit
 UNTRAINED_LABELS = 2  # that transformers takes where a config.json names none
 
@@ -36,8 +47,9 @@ class HeadConfig:
     kind: "none" for hidden states alone; "sequence" for a classifier of the whole text; "tokens" for one of each token;
     "vocabulary" for the logits of a few tokens after the text. labels: of the classes, in order. problem_type: as
     transformers has it; None where the config does not say. activation: what sentence-transformers' cross-encoders
-    apply to the logits; None where it is not said. pooling: "cls" or "mean"; None where the config does not say.
-    vocabulary: the tokens of "vocabulary", as texts or ids.
+    apply to the logits, of ACTIVATIONS; None where it is not said. pooling: "cls" or "mean"; None where the config does
+    not say. vocabulary: the tokens of "vocabulary", as texts or ids. pad_token_id: what a decoder's classifier passes
+    over at the end of a text; None for nothing.
     """
 
     kind: str
@@ -46,6 +58,7 @@ class HeadConfig:
     activation: str | None = None
     pooling: str | None = None
     vocabulary: tuple[str | int, ...] = ()
+    pad_token_id: int | None = None
 
     @property
     def is_classifier(self) -> bool:
@@ -67,10 +80,12 @@ class DenseConfig:
 class PoolingConfig:
     """Says what becomes of the hidden states of a text.
 
-    method: "last", "mean" or "cls" (the first) of its tokens, or "all" for each of them. activation: "normalize",
-    "softmax", "sigmoid" or "identity". labels: of classes; () for embeddings. dense: layers after pooling.
-    dimensions: to which embeddings were trained to be cut; () where that is not said. token_ids: of a "vocabulary"
-    head. prompts: what texts may begin with, by name. max_tokens: how many sentence-transformers reads of a text.
+    method: "last", "mean" or "cls" (the first) of its tokens, or "all" for each of them. activation: "normalize", or
+    one of ACTIVATIONS. labels: of classes; () for embeddings. dense: layers after pooling. dimensions: to which
+    embeddings were trained to be cut; () where that is not said. truncate_dim: to how many values a folder cuts its
+    embeddings; None for all. token_ids: of a "vocabulary" head. pad_token_id: see HeadConfig. prompts: what texts may
+    begin with, by name. max_tokens: how many sentence-transformers reads of a text. renders_texts: whether it writes
+    texts out by the chat template first.
     """
 
     method: str
@@ -78,12 +93,15 @@ class PoolingConfig:
     labels: tuple[str, ...] = ()
     dense: tuple[DenseConfig, ...] = ()
     dimensions: tuple[int, ...] = ()
+    truncate_dim: int | None = None
     token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     includes_prompt: bool = True
     max_tokens: int | None = None
     lower_cases: bool = False
+    renders_texts: bool = False
 
     @property
     def is_classifier(self) -> bool:
@@ -101,8 +119,8 @@ class PoolingConfig:
 
     @property
     def leaves_out_prompts(self) -> bool:
-        """Return whether the mean is of the text alone, without what `prompts` puts before it."""
-        return self.method == "mean" and not self.includes_prompt
+        """Return whether the text alone is pooled, without what `prompts` puts before it."""
+        return self.method in ("mean", "cls") and not self.includes_prompt
 
     def first_wanted(self, num_tokens: int) -> int:
         """Return the first token of a text whose hidden state is needed."""
@@ -153,6 +171,19 @@ def read_head(raw: Mapping[str, Any], kind: str | None) -> HeadConfig | None:
     return HeadConfig(kind, _read_labels(raw), problem_type, _read_activation(raw), pooling)
 
 
+def with_padding(head: HeadConfig | None, raw: Mapping[str, Any]) -> HeadConfig | None:
+    """Return the head of a decoder; a classifier of texts with the padding that it passes over, as in transformers.
+
+    raw: the decoder's own fields of config.json, with transformers' defaults.
+    """
+    if head is None or head.kind != "sequence":
+        return head
+    token_id = raw.get("pad_token_id")
+    if token_id is not None and not isinstance(token_id, int):
+        raise ModelError(f"config.json has pad_token_id={token_id!r}; it must be a token id or null")
+    return replace(head, pad_token_id=token_id)
+
+
 def _read_labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
     names, count = raw.get("id2label"), raw.get("num_labels")
     if names is None:
@@ -168,16 +199,19 @@ def _read_labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_activation(raw: Mapping[str, Any]) -> str | None:
-    """Read what a cross-encoder of sentence-transformers applies to its logits."""
+    """Read what a cross-encoder of sentence-transformers before version 6 applies to its logits."""
     part = raw.get("sentence_transformers")
     name = part.get("activation_fn") if isinstance(part, Mapping) else None
     name = name or raw.get("sbert_ce_default_activation_function")
-    if name is None:
-        return None
-    kind = str(name).rpartition(".")[2].lower()
-    if kind not in ("identity", "sigmoid"):
-        raise ModelError(f"config.json has the activation {name!r}; supported are Identity and Sigmoid of torch.nn")
-    return kind
+    return None if name is None else _activation_name(name, "config.json")
+
+
+def _activation_name(path: Any, file: Path | str) -> str:
+    """Return the class of torch.nn that a file names, as "torch.nn.modules.activation.Tanh", say."""
+    package, _, name = str(path).rpartition(".")
+    if name not in ACTIVATIONS or package.partition(".")[0] != "torch":
+        raise ModelError(f"{file} has the activation {path!r}; supported are {', '.join(ACTIVATIONS)} of torch.nn")
+    return name
 
 
 def choose_head(head: HeadConfig | None, runner: str, folder: Path) -> HeadConfig | None:
@@ -207,47 +241,83 @@ def _read_logit_score(settings: Mapping[str, Any]) -> HeadConfig:
 
 def read_pooling(folder: Path, head: HeadConfig | None, hidden_size: int, is_encoder: bool) -> PoolingConfig:
     """Read from a model's folder what becomes of its hidden states. Raises ModelError for what is not supported."""
-    names = _read_names(folder)
+    own = read_json(folder / "config_sentence_transformers.json")
+    names = _read_names(folder, own, names_activation=head is not None and head.activation is not None)
     if head is not None and head.is_classifier:
-        activation = _activation_of_classes(head)
+        activation = _activation_of_classes(folder, own, head.labels, head)
         if head.kind == "vocabulary":
             return PoolingConfig(
                 "last", activation, head.labels, token_ids=_token_ids(folder, head.vocabulary), **names
             )
         method = "all" if head.kind == "tokens" else (head.pooling or "cls") if is_encoder else "last"
-        return PoolingConfig(method, activation, head.labels, **names)
-    method, activation, dense = "mean" if is_encoder else "last", "normalize", []
-    if (folder / "modules.json").exists():
-        activation = "identity"
-        size = hidden_size
-        for module in read_json_list(folder / "modules.json"):
-            kind, path = _module(folder, module)
-            settings = read_json(path / "config.json")
-            if kind == "Pooling":
-                method = _read_method(path, settings)
-                names["includes_prompt"] = settings.get("include_prompt", True) is not False
-            elif kind == "Dense":
-                if activation == "normalize":
-                    raise ModelError(f"{folder / 'modules.json'} has a Dense after Normalize, which is not supported")
-                dense.append(_read_dense(path, settings, size))
-                size = dense[-1].out_features
-            elif kind == "Normalize":
-                activation = "normalize"
-            elif kind != "Transformer":
-                raise ModelError(
-                    f"{folder / 'modules.json'} has the module {kind!r}; supported are Transformer, Pooling, Dense and "
-                    "Normalize: run this model with sentence-transformers"
-                )
-    return PoolingConfig(method, activation, dense=tuple(dense), dimensions=_read_dimensions(folder), **names)
+        return PoolingConfig(method, activation, head.labels, pad_token_id=head.pad_token_id, **names)
+    if not (folder / "modules.json").exists():
+        return PoolingConfig(
+            "mean" if is_encoder else "last", "normalize", dimensions=_read_dimensions(folder), **names
+        )
+    fields, activation, labels = _read_modules(folder, hidden_size)
+    if labels:
+        activation = _activation_of_classes(folder, own, labels)
+    size = own.get("truncate_dim")
+    if size is not None and (not isinstance(size, int) or size < 1):
+        file = folder / "config_sentence_transformers.json"
+        raise ModelError(f"{file} has truncate_dim={size!r}; it must be a whole number of at least 1")
+    fields |= {"truncate_dim": size, "dimensions": _read_dimensions(folder), **names}
+    return PoolingConfig(activation=activation, labels=labels, **fields)
 
 
-def _activation_of_classes(head: HeadConfig) -> str:
-    if head.activation is not None:
+def _read_modules(folder: Path, size: int) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """Read the modules of sentence-transformers: some fields of PoolingConfig, its activation, its labels.
+
+    size: of a hidden state.
+    """
+    file, dense = folder / "modules.json", list[DenseConfig]()
+    fields: dict[str, Any] = {}
+    activation, labels = "Identity", tuple[str, ...]()
+    for module in read_json_list(file):
+        kind, path = _module(folder, module)
+        settings = read_json(path / "config.json")
+        # The vectors of tokens may be normalised, too, and a dense layer may have scores as its output.
+        reads = settings.get("module_input_name") or SENTENCE
+        writes = settings.get("module_output_name") or reads
+        if kind == "Pooling" and not fields:
+            includes_prompt = settings.get("include_prompt", True) is not False
+            fields = {"method": _read_method(path, settings), "includes_prompt": includes_prompt}
+        elif kind in ("Dense", "Normalize") and (not fields or reads != SENTENCE or labels):
+            raise ModelError(f"{file} has a {kind} of {reads} in this place, where only pooled vectors are supported")
+        elif kind == "Dense" and activation == "normalize":
+            raise ModelError(f"{file} has a Dense after Normalize, which is not supported")
+        elif kind == "Dense":
+            dense.append(_read_dense(path, settings, size))
+            size = dense[-1].out_features
+            if writes == "scores":  # a cross-encoder of several modules
+                labels = tuple(f"LABEL_{index}" for index in range(size))
+        elif kind == "Normalize":
+            activation = "normalize"
+        elif kind not in ("Transformer", "Dropout"):
+            raise ModelError(
+                f"{file} has the module {kind!r} in this place; supported are Transformer, Pooling, Dense and "
+                "Normalize: run this model with sentence-transformers"
+            )
+    if not fields:
+        raise ModelError(f"{file} has no Pooling; run this model with sentence-transformers")
+    return {**fields, "dense": tuple(dense)}, activation, labels
+
+
+def _activation_of_classes(
+    folder: Path, own: Mapping[str, Any], labels: tuple[str, ...], head: HeadConfig | None = None
+) -> str:
+    """Return what makes probabilities of logits. own: what config_sentence_transformers.json has."""
+    if own.get("activation_fn") is not None:
+        return _activation_name(own["activation_fn"], folder / "config_sentence_transformers.json")
+    if head is not None and head.activation is not None:
         return head.activation
+    if head is None or own.get("model_type") == "CrossEncoder":
+        return "Sigmoid" if len(labels) == 1 else "Identity"
     if head.problem_type == "regression":
-        return "identity"
-    is_single = head.problem_type != "multi_label_classification" and len(head.labels) > 1
-    return "softmax" if is_single else "sigmoid"
+        return "Identity"
+    is_single = head.problem_type != "multi_label_classification" and len(labels) > 1
+    return "Softmax" if is_single else "Sigmoid"
 
 
 def _module(folder: Path, module: Any) -> tuple[str, Path]:
@@ -256,6 +326,11 @@ def _module(folder: Path, module: Any) -> tuple[str, Path]:
     # A path may be empty, for the folder itself, but not lead out of it.
     if not isinstance(kind, str) or not isinstance(path, str) or Path(path).name != path or path == "..":
         raise ModelError(f"{folder / 'modules.json'} has {module!r:.200}, which is no module with a type and a path")
+    if not kind.startswith("sentence_transformers."):
+        raise ModelError(
+            f"{folder / 'modules.json'} has the module {kind!r} of a package of its own, which is not run here; run "
+            "this model with sentence-transformers"
+        )
     return kind.rpartition(".")[2], folder / path
 
 
@@ -273,33 +348,33 @@ def _read_method(path: Path, settings: Mapping[str, Any]) -> str:
 
 
 def _read_dense(path: Path, settings: Mapping[str, Any], size: int) -> DenseConfig:
-    sizes = settings.get("in_features"), settings.get("out_features")
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    file, sizes = path / "config.json", (settings.get("in_features"), settings.get("out_features"))
+    activation = _activation_name(settings.get("activation_function", "torch.nn.modules.activation.Tanh"), file)
     whole = all(isinstance(item, int) and item > 0 for item in sizes)
-    if not whole or sizes[0] != size or activation not in DENSE_ACTIVATIONS or settings.get("use_residual"):
+    if not whole or sizes[0] != size or settings.get("use_residual"):
         raise ModelError(
-            f"{path / 'config.json'} has {dict(settings)!r:.300}; supported is a dense layer of {size} inputs with one "
-            f"of the activations {', '.join(DENSE_ACTIVATIONS)}"
+            f"{file} has {dict(settings)!r:.300}; supported is a dense layer of {size} inputs without use_residual"
         )
     return DenseConfig(path, size, int(sizes[1] or 0), settings.get("bias", True) is True, activation)
 
 
-def _read_names(folder: Path) -> dict[str, Any]:
-    """Read the prompts, how many tokens of a text are read, and whether texts become lower case."""
-    found = read_json(folder / "config_sentence_transformers.json")
-    bert: dict[str, Any] = {}
-    for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"):
-        bert = bert or read_json(folder / name)
-    prompts, default, length = found.get("prompts") or {}, found.get("default_prompt_name"), bert.get("max_seq_length")
-    if length is None and (folder / "modules.json").exists():  # newer versions leave it to the tokenizer
+def _read_names(folder: Path, own: Mapping[str, Any], names_activation: bool) -> dict[str, Any]:
+    """Read the prompts, how many tokens of a text are read, and what else becomes of it before it is tokenized.
+
+    own: what config_sentence_transformers.json has. names_activation: whether config.json is a cross-encoder's.
+    """
+    own_file, transformer = folder / "config_sentence_transformers.json", _read_transformer(folder)
+    prompts, default, length = own.get("prompts") or {}, own.get("default_prompt_name"), transformer["max_seq_length"]
+    # Newer versions leave it to the tokenizer, as cross-encoders have always done.
+    if length is None and (names_activation or (folder / "modules.json").exists()):
         length = read_json(folder / "tokenizer_config.json").get("model_max_length")
         length = length if isinstance(length, int) and length < NO_LENGTH else None
     if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
-        raise ModelError(f"{folder / 'config_sentence_transformers.json'} has prompts={prompts!r:.200}; texts by name")
+        raise ModelError(f"{own_file} has prompts={prompts!r:.200}; texts by name")
     if default is not None and default not in prompts:
         raise ModelError(
-            f"{folder / 'config_sentence_transformers.json'} has default_prompt_name={default!r}, which its prompts "
-            f"lack; they have {', '.join(prompts) or 'none'}"
+            f"{own_file} has default_prompt_name={default!r}, which its prompts lack; they have "
+            f"{', '.join(prompts) or 'none'}"
         )
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(f"{folder} has max_seq_length={length!r}; it must be a whole number of at least 1")
@@ -307,7 +382,27 @@ def _read_names(folder: Path) -> dict[str, Any]:
         "prompts": dict(prompts),
         "default_prompt_name": default,
         "max_tokens": length,
-        "lower_cases": bert.get("do_lower_case") is True,
+        "lower_cases": transformer["lower_cases"],
+        "renders_texts": transformer["renders_texts"],
+    }
+
+
+def _read_transformer(folder: Path) -> dict[str, Any]:
+    """Read how the Transformer module of sentence-transformers reads texts. Raises ModelError for other ways."""
+    files = [folder / f"sentence_{name}_config.json" for name in TRANSFORMER_FILES]
+    file = next((file for file in files if file.exists()), files[0])
+    settings = read_json(file)
+    kinds, calls = settings.get("modality_config") or {}, settings.get("processing_kwargs") or {}
+    output = (kinds.get("text") or {}).get("method_output_name")
+    task = settings.get("transformer_task", TASKS[0])
+    others = {name for part in ("common", "text") for name in calls.get(part) or {}} - HARMLESS_TOKENIZING
+    if task not in TASKS or output not in TEXT_OUTPUTS or others:
+        what = f"processing_kwargs with {', '.join(sorted(others))}" if others else f"{task!r} with output {output!r}"
+        raise ModelError(f"{file} has {what}, which is not supported; run this model with sentence-transformers")
+    return {
+        "max_seq_length": settings.get("max_seq_length"),
+        "lower_cases": settings.get("do_lower_case") is True,
+        "renders_texts": "message" in kinds,
     }
 
 

@@ -1,15 +1,24 @@
 """Which weights of a model have fewer bits, and how: a config.json's `quantization_config`, or the option quantization.
 
-In 8 bits two dialects are read: "fp8" (Qwen3-FP8, DeepSeek, static scales) and "compressed-tensors" (llm-compressor);
-in 4 bits the latter, AWQ and GPTQ (`int4_config.py`). What would change the answer and is not built in is refused by
-field and value.
+In 8 bits three dialects are read: "fp8" (Qwen3-FP8, Ministral 3, static scales), "compressed-tensors" (llm-compressor)
+and "modelopt"; in 4 bits the second, AWQ and GPTQ (`int4_config.py`). What would change the answer and is not built in
+is refused by field and value.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanoinfer.checkpoint.int4_config import Int4Config, read_awq, read_gptq, read_mxfp4, read_pack_quantized
+from nanoinfer.checkpoint.int4_config import (
+    Int4Config,
+    read_auto_round,
+    read_awq,
+    read_gptq,
+    read_mxfp4,
+    read_pack_quantized,
+)
 from nanoinfer.checkpoint.quantization_fields import (
     REMEDY,
     QuantizationConfig,
@@ -31,12 +40,13 @@ class Fp8Config(QuantizationConfig):
     weight_granularity: what shares a scale: an output channel; a block of 128 x 128; or a whole tensor of the
     checkpoint.
     static_inputs: whether activations have one scale that the checkpoint gives; else each token's is computed.
-    scale_name: what the checkpoint calls the scales of a `weight`.
+    scale_name, input_scale_name: what the checkpoint calls the scales of a `weight`, and the one of its inputs.
     """
 
     weight_granularity: Literal["channel", "block", "tensor"] = "channel"
     static_inputs: bool = False
     scale_name: str = "weight_scale"
+    input_scale_name: str = "input_scale"
 
     @property
     def block_size(self) -> int | None:
@@ -56,12 +66,14 @@ def read_quantization(
     """
     if not raw and requested is None:
         return None
-    # Of two names for a shard the architecture's own comes last.
-    by_shard = {place: name for name, place in packed.items()}
-    ours: dict[str, tuple[str, ...]] = {}
-    for (module, _), name in by_shard.items():
-        ours[module] = (*ours.get(module, ()), name)
-    names: dict[str, Any] = {"packed": ours, "renamed": {new: old for old, new in renamed.items()}}
+    by_module: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, (module, shard) in packed.items():
+        shards = by_module.setdefault(module, {})
+        shards[shard] = (*shards.get(shard, ()), name)
+    names: dict[str, Any] = {
+        "packed": {module: tuple(shards.values()) for module, shards in by_module.items()},
+        "renamed": {ours: tuple(name for name in renamed if renamed[name] == ours) for ours in renamed.values()},
+    }
     if not raw:
         return Int4Config(**names) if requested == "int4" else Fp8Config(**names)
     if not isinstance(raw, Mapping):
@@ -76,32 +88,50 @@ def read_quantization(
 
 
 def _read_fp8(raw: dict[str, Any], **common: Any) -> Fp8Config:
-    """Read the dialect of Qwen3-FP8, DeepSeek and of per-tensor checkpoints."""
+    """Read the dialect of Qwen3-FP8, DeepSeek and of per-tensor checkpoints, such as those of Ministral 3."""
     drop_kv_scales(raw)
+    # transformers always writes weight_block_size, and gives scales names of its own.
+    names = ("weight_scale_inv", "activation_scale") if "weight_block_size" in raw else ("weight_scale", "input_scale")
     block = raw.pop("weight_block_size", None)
     scheme = raw.pop("activation_scheme", "dynamic")
-    ignored = [*(raw.pop("modules_to_not_convert", None) or ()), *(raw.pop("ignored_layers", None) or ())]
+    fields = ("modules_to_not_convert", "ignored_layers")
+    ignored = [name for field in fields for name in module_names(field, raw.pop(field, None) or [])]
     only("weight_block_size", block, (None, [BLOCK_SIZE, BLOCK_SIZE]))
     only("activation_scheme", scheme, ("dynamic", "static"))
     only("fmt", raw.pop("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
+    only("scale_fmt", raw.pop("scale_fmt", None), (None, "float"))
+    only("expert_dtype", raw.pop("expert_dtype", None), (None, "fp8"))
     refuse_the_rest(raw, {"quant_method"})
     if block and scheme == "static":
         raise unsupported("activation_scheme", scheme, ("dynamic",), " with weight_block_size")
     return Fp8Config(
         weight_granularity="block" if block else "tensor",
         static_inputs=scheme == "static",
-        scale_name="weight_scale_inv" if block else "weight_scale",
-        ignored=module_names("modules_to_not_convert", ignored),
+        scale_name=names[0],
+        input_scale_name=names[1],
+        ignored=tuple(ignored),
         **common,
     )
+
+
+def _read_modelopt(raw: dict[str, Any], **common: Any) -> Fp8Config:
+    """Read the dialect of TensorRT Model Optimizer: a static scale for each weight and its inputs."""
+    drop_kv_scales(raw)
+    only("quant_algo", raw.pop("quant_algo", None), ("FP8",))
+    raw.pop("config_groups", None)  # says the same in other words
+    ignored = raw.pop("ignore", None) or []
+    refuse_the_rest(raw, {"quant_method", "producer"})
+    return Fp8Config(weight_granularity="tensor", static_inputs=True, ignored=module_names("ignore", ignored), **common)
 
 
 def _read_compressed_tensors(raw: dict[str, Any], **common: Any) -> QuantizationConfig:
     """Read the dialect of llm-compressor: one scheme for all linear layers, in FP8 or in packed integers of 4 bits."""
     drop_kv_scales(raw)
     layout = raw.pop("format", None)
-    only("format", layout, ("float-quantized", "pack-quantized"))
+    only("format", layout, ("float-quantized", "naive-quantized", "pack-quantized"))  # the first two are one in FP8
     groups, ignored = raw.pop("config_groups", None), raw.pop("ignore", None) or []
+    for location in re.findall(r'"location": "(\w+)"', json.dumps(raw.pop("transform_config", None))):
+        only("transform_config.location", location, ("weight_input", "weight_output"))  # what is in the weights already
     refuse_the_rest(raw, {"quant_method"})
     schemes = [*groups.values()] if isinstance(groups, Mapping) else []
     if len(schemes) != 1 or not isinstance(group := schemes[0], Mapping):
@@ -152,5 +182,8 @@ READERS: Mapping[str, Callable[..., QuantizationConfig]] = {
     "compressed-tensors": _read_compressed_tensors,
     "awq": read_awq,
     "gptq": read_gptq,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,  # its name before 0.5
     "mxfp4": read_mxfp4,
+    "modelopt": _read_modelopt,
 }

@@ -1,9 +1,11 @@
 """What all kinds of quantized weights have in common: which modules they cover, and how fields are read and refused."""
 
+import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations, product
 from typing import Any
 
 from nanoinfer.errors import ModelError
@@ -14,8 +16,10 @@ REMEDY = "use such a checkpoint, or the original one in 16 bits with quantizatio
 # Fields that say how a checkpoint was made, or what it is not; they change nothing here.
 WITHOUT_EFFECT = {
     *("version", "quantization_status", "global_compression_ratio", "run_compressed", "dequantize", "provider"),
-    *("observer", "observer_kwargs", "sparsity_config", "transform_config"),
+    *("observer", "observer_kwargs", "sparsity_config"),
 }
+# How names begin in checkpoints of models for text and images, where ours begin with "model.".
+TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +27,15 @@ class QuantizationConfig:
     """Says which weights of a model have fewer bits.
 
     in_checkpoint: whether the checkpoint holds the weights so. If not, they are rounded when they are loaded.
-    ignored: the checkpoint's modules that stay in 16 bits, by name; "re:" begins a regular expression.
-    packed, renamed: our names of modules -> those of the checkpoint.
+    ignored: the checkpoint's modules that stay in 16 bits, as `_patterns` reads them.
+    packed: our names of modules -> for each weight that they pack, its names in checkpoints.
+    renamed: our names of modules -> others in checkpoints.
     """
 
     in_checkpoint: bool = False
     ignored: tuple[str, ...] = ()
-    packed: Mapping[str, tuple[str, ...]] | None = None
-    renamed: Mapping[str, str] | None = None
+    packed: Mapping[str, tuple[tuple[str, ...], ...]] | None = None
+    renamed: Mapping[str, tuple[str, ...]] | None = None
 
     @property
     def shard_multiple(self) -> int:
@@ -48,11 +53,6 @@ class QuantizationConfig:
         return None
 
     @property
-    def covers_attention(self) -> bool:
-        """Whether attention has fewer bits, too, and not experts alone."""
-        return True
-
-    @property
     def unsplittable_reason(self) -> str | None:
         """Why several ranks cannot share the weights; None if they can."""
         return None
@@ -62,27 +62,56 @@ class QuantizationConfig:
 
         Raises ModelError where only some of the weights that it packs are.
         """
-        names = self._checkpoint_names(module)
-        ignored = [name for name in names if self._ignores(name)]
-        if 0 < len(ignored) < len(names):
+        if not self.ignored:
+            return True
+        weights = [*self._checkpoint_names(module)]
+        ignored = [name for names in weights if (name := self._ignored_name(names))]
+        if 0 < len(ignored) < len(weights):
+            others = next(names for names in weights if not self._ignored_name(names))
             raise ModelError(
-                f"quantization_config leaves {', '.join(ignored)} in 16 bits and not {names[0]} .. {names[-1]}, which "
-                "are computed in one product with it; use a checkpoint that treats them alike"
+                f"quantization_config leaves {', '.join(ignored)} in 16 bits and not {others[0]}, which is computed in "
+                "one product with it; use a checkpoint that treats them alike"
             )
-        return not ignored and not self._ignores(module)  # a checkpoint may pack as we do
+        path, _, last = module.rpartition(".")
+        return not ignored and not self._ignored_name(self._spellings(path, (last,)))  # a checkpoint may pack as we do
 
-    def _ignores(self, name: str) -> bool:
-        return any(_matches(name, pattern) for pattern in self.ignored)
+    def _ignored_name(self, spellings: Iterable[str]) -> str | None:
+        """Return the one of a weight's names by which it is ignored; None if it is not."""
+        plain, expressions = _patterns(self.ignored)
+        names = [*spellings]
+        for name in names:
+            parts = name.split(".")
+            paths = (".".join(parts[start:end]) for start, end in combinations(range(len(parts) + 1), 2))
+            if not plain.isdisjoint(paths):
+                return name
+        for expression in expressions:
+            found = [name for name in names if expression.match(name)]
+            # What excludes a name matches all that the checkpoint does not have.
+            if found and (len(found) == len(names) or "(?!" not in expression.pattern):
+                return found[0]
+        return None
 
-    def _checkpoint_names(self, module: str) -> list[str]:
-        """Return what a checkpoint calls the modules that one of ours packs; of experts, those of the first one."""
+    def _checkpoint_names(self, module: str) -> Iterator[list[str]]:
+        """Yield, for each weight that one of our modules packs, all names that it has in checkpoints.
+
+        Versions of transformers differ, and may write the names of one into the config and those of another into the
+        file. Of experts, only the first is looked at.
+        """
         path, _, last = module.rpartition(".")
         modules: tuple[str, ...] = (last,)
         if path.endswith("experts"):
             path, modules = f"{path}.0", ("gate_up_proj", "down_proj")  # one kernel computes both
-        packed, renamed = self.packed or {}, self.renamed or {}
-        path = ".".join(renamed.get(part, part) for part in path.split("."))
-        return [f"{path}.{name}" for module in modules for name in packed.get(module, (module,))]
+        for name in modules:
+            weights = (self.packed or {}).get(name, ((),))
+            for names in weights:
+                yield [*self._spellings(path, (*names, name) if len(weights) == 1 else names)]
+
+    def _spellings(self, path: str, names: tuple[str, ...]) -> Iterator[str]:
+        """Yield what a module of these names in a path of ours, such as "model.layers.0.mlp", may be called."""
+        renamed = self.renamed or {}
+        for parts in product(*((part, *renamed.get(part, ())) for part in path.split(".")), names):
+            name = ".".join(parts).removeprefix("model.")
+            yield from (prefix + name for prefix in ("model.", *TEXT_PREFIXES, ""))
 
 
 def only(name: str, value: Any, supported: tuple[Any, ...]) -> None:
@@ -122,7 +151,7 @@ def module_names(field: str, names: Any) -> tuple[str, ...]:
         raise ModelError(f"config.json has quantization_config with {field}={names!r:.200}; it must be a list of names")
     for name in names:
         try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            _patterns((name,))
         except re.error as error:
             raise ModelError(
                 f"config.json has quantization_config with {field}={name!r}: {error}; use a valid expression"
@@ -130,8 +159,22 @@ def module_names(field: str, names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern means a module: by its name, that of something it lies in, or the end of its name."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
+@functools.lru_cache(maxsize=4)  # long lists are looked through for each module
+def _patterns(names: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Sort names of ignored modules: plain ones, and expressions that match a module's whole name from its beginning.
+
+    A plain name means a module of this name or path, and what lies in it. "re:" begins an expression; one without it
+    ends where a name ends, as in transformers. A "*" stands for any letters.
+    """
+    plain, expressions = set(), []
+    for name in names:
+        if name.startswith("re:"):
+            expressions.append(re.compile(name[3:]))
+        elif set(name) & set("\\^$|()[]{}+?"):
+            expressions.append(re.compile(rf"(?:{name})(?:\.|$)"))
+        elif "*" in name:
+            wild = re.escape(name).replace(r"\*", ".*")
+            expressions.append(re.compile(rf"(?:.*\.)?{wild}(?:\.|$)"))
+        else:
+            plain.add(name)
+    return frozenset(plain), tuple(expressions)

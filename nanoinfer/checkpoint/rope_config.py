@@ -74,6 +74,11 @@ def by_type_of_layer(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     """
     sets = raw.get("rope_parameters") or {}
     types = ("full_attention", "sliding_attention")
+    if isinstance(bases := raw.get("rope_theta"), Mapping):  # as transformers 5 has the default of both
+        both = {"rope_theta": "global", "rope_local_base_freq": "local"}
+        raw = {**raw, **{ours: read_number(bases, theirs, float) for ours, theirs in both.items()}}
+    if isinstance(sets, Mapping) and sets.keys() >= {*types}:  # GPTQModel adds a set for all, which nothing reads
+        sets = {name: part for name, part in sets.items() if name not in ("rope_type", "rope_theta")}
     if not isinstance(sets, Mapping) or not sets.keys() <= {*types}:
         raise ModelError(f"config.json has rope_parameters={sets!r:.200}; it must have a set for each of {types}")
     full, sliding = (sets.get(name) or {} for name in types)

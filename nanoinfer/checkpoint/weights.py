@@ -12,12 +12,21 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoint.quantization_fields import REMEDY
 from nanoinfer.device import why_not_plain
 from nanoinfer.errors import ModelError
 
 Place = tuple[str, str | None]  # a parameter's name, and the shard of it that one tensor fills; None where that is all
 # A table that we compute, and scales calibrated for a KV cache in 8 bits: ours are those of each token's own vectors.
 NOT_NEEDED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(\w+\.)?(q|k|v|kv|output)_scale$")
+# Tensors that only weights in fewer bits have -> how many these are.
+FEWER_BITS = {
+    **dict.fromkeys(("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_g_idx", "weight_shape"), "4"),
+    **dict.fromkeys(("weight_scale", "weight_zero_point"), "8 or 4"),
+    **dict.fromkeys(("weight_scale_inv", "input_scale", "activation_scale"), "8"),
+}
+WIDE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHOWN = 8  # names listed in a message
 NUM_CLOSE = 5  # names suggested for one that is not known
 
@@ -32,6 +41,13 @@ class CheckpointNames(Protocol):
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
         """How the names of others to skip begin."""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding, and both names are of one place."""
+
+    def untie(self) -> None:
+        """Make two places of them."""
 
     def locate(self, name: str) -> Place:
         """Return which parameter, or shard of one, a checkpoint's tensor fills."""
@@ -74,8 +90,8 @@ class ModelWeights:
         self.missing = dict.fromkeys(self._homes)
 
     def missing_names(self) -> list[str]:
-        """Return which parameters are to be filled, with the shard in brackets where it is not all of one."""
-        return [f"{name} ({shard})" if shard else name for name, shard in self.missing]
+        """Return the tensors that are to come, as checkpoints of this architecture call them."""
+        return [*map(self._names.checkpoint_name, self.missing)]
 
     def is_needed(self, name: str) -> bool:
         """Return whether a checkpoint's tensor fills anything; its name may still be unknown."""
@@ -127,12 +143,21 @@ class ModelWeights:
 
     def _check_part(self, place: Place, tensor: Tensor) -> None:
         (module, param), shard = self._homes[place], place[1]
+        if tensor.dtype in FP8_TYPES and param.dtype in WIDE_TYPES:
+            raise ModelError(must_be_wide("8", module))
         if not tensor.is_floating_point() and param.is_floating_point():
             raise ModelError(f"it has {tensor.dtype}, and only floating-point weights are supported")
         if hasattr(module, "check_weight"):
             module.check_weight(param, tensor, *([shard] if shard else []))
         else:
             check_shape(tensor, tuple(param.shape))
+
+    def check_bits(self, name: str) -> None:
+        """Raise ModelError where a tensor without a place is of a weight in fewer bits, and ours has 16 or 32."""
+        found = self._find(name)
+        bits = FEWER_BITS.get(found.kind)
+        if bits is not None and getattr(getattr(found.module, "weight", None), "dtype", None) in WIDE_TYPES:
+            raise ModelError(must_be_wide(bits, found.module))
 
     def explain_missing(self) -> str | None:
         """Say which weights are missing, and what to do; None if none are."""
@@ -142,27 +167,41 @@ class ModelWeights:
 
     # -------- Updates -------------------------------------------------------------------------------------------------
 
-    def check(self, name: str, tensor: Any) -> dict[Place, Tensor]:
-        """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit."""
+    def check(self, name: str, tensor: Any, given: dict[Place, str] | None = None) -> dict[Place, Tensor]:
+        """Return where a tensor goes: nowhere, if it is not needed. Raises ModelError for one that does not fit.
+
+        given: the names of tensors that this update has copied before, by place; the tensor is added to them.
+        """
         check_plain(name, tensor)
         if not self.is_needed(name):
             return {}
         try:
             parts = self.split(name, tensor)
             if not all(place in self._homes for place in parts):
+                self.check_bits(name)
                 close = difflib.get_close_matches(name, names := self.names(), NUM_CLOSE)
                 known = f"close ones are {', '.join(close)}" if close else f"it has {names[0]} and so on"
                 raise ModelError(f"the model has no weight of this name; use the names of its checkpoint: {known}")
             for place, part in parts.items():
                 self._check_part(place, part)
+                self._check_tied(place, part, name, {} if given is None else given)
         except ModelError as error:
             raise ModelError(f"{name!r} cannot be updated: {error}") from None
         return parts
 
+    def _check_tied(self, place: Place, tensor: Tensor, name: str, given: dict[Place, str]) -> None:
+        """Raise ModelError where head and embedding are tied, and an update has two that differ."""
+        module = self._homes[place][0]
+        if hasattr(module, "holds") and (first := given.setdefault(place, name)) != name and not module.holds(tensor):
+            raise ModelError(
+                f"it differs from {first}, and config.json ties one to the other; send one of them, or load the model "
+                "with hf_overrides={'tie_word_embeddings': False}"
+            )
+
     @torch.inference_mode()
-    def update(self, name: str, tensor: Tensor) -> None:
-        """Check a tensor and copy it into its place."""
-        for place, part in self.check(name, tensor).items():
+    def update(self, name: str, tensor: Tensor, given: dict[Place, str] | None = None) -> None:
+        """Check a tensor and copy it into its place. given: see `check`."""
+        for place, part in self.check(name, tensor, given).items():
             self._put(place, part)
 
     @torch.inference_mode()
@@ -215,6 +254,26 @@ class ModelWeights:
             else:
                 storage.copy_(host, non_blocking=True)
             del self._freed[storage]
+
+
+def must_be_wide(bits: str, module: Any) -> str:
+    """Say that a weight has fewer bits than the module's, and what to do."""
+    remedy = "use a checkpoint that has it so, as routers, embeddings and heads always are"
+    if hasattr(module, "quant_method"):
+        remedy = (
+            "config.json has no quantization_config (of old checkpoints it is in quantize_config.json), or one that "
+            "leaves this layer in 16 bits; correct it"
+        )
+    return f"the weight is in {bits} bits, and must be in 16 (or 32); {remedy}"
+
+
+def must_have_fewer(bits: int, tensor: Tensor) -> str:
+    """Say that a weight has more bits than it must have by quantization_config, and what to do."""
+    return (
+        f"the weight is in {8 * tensor.dtype.itemsize} bits ({tensor.dtype}), and must be in {bits} by "
+        "quantization_config; if the checkpoint leaves it so, add its module to modules_to_not_convert (of "
+        f"compressed-tensors: ignore); else {REMEDY}"
+    )
 
 
 def check_plain(name: Any, tensor: Any) -> None:

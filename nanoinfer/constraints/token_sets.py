@@ -90,6 +90,8 @@ def make_token_set(
         always = set_of(allowed_token_ids, vocab_size)
     endings: dict[int, list[tuple[list[int], int]]] = {}
     for *before, last in _encode_words(bad_words, tokenizer):
+        if max(last, *before, 0) >= vocab_size:  # the model cannot write it
+            continue
         if before:
             endings.setdefault(before[-1], []).append((before, last))
         else:

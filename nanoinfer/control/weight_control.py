@@ -37,11 +37,12 @@ class WeightControl:
                 for name, tensor in named_tensors.items():
                     runner.weights.check(name, tensor)
                 named_tensors = named_tensors.items()
-            num_copied = 0
+            num_copied, given = 0, dict[Any, str]()
             try:
                 for pair in named_tensors:
                     check_pair(pair)
-                    runner.weights.update(*pair)
+                    name, tensor = pair
+                    runner.weights.update(name, tensor, given)
                     num_copied += 1
             except ModelError as error:
                 raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None

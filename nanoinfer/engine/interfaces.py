@@ -25,8 +25,8 @@ class Weights(Protocol):
     def check(self, name: str, tensor: Any) -> object:
         """Raise ModelError unless a tensor can take the place of the weight of this name."""
 
-    def update(self, name: str, tensor: Any) -> None:
-        """Check a tensor and copy it there."""
+    def update(self, name: str, tensor: Any, given: dict[Any, str] | None = None) -> None:
+        """Check a tensor and copy it there. given: what the update has copied before; see `ModelWeights.check`."""
 
 
 class Constraints(Protocol):

@@ -22,7 +22,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
@@ -97,7 +97,7 @@ class LLMEngine:
         self.guard.check()
         params = prepared.sampling_params
         if prepared.error is not None:
-            outputs_to.append(refused(request_id, prepared.prompt, params.n, str(prepared.error)))
+            outputs_to.append(prepared.refusal(request_id))
             if chunks is not None:
                 chunks.extend(failed_chunks(request_id, index, range(params.n)))
             self.reserved_ids.take(request_id)

@@ -9,8 +9,8 @@ from typing import Any
 
 from nanoinfer.engine.interfaces import Constraints, Engine
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Params, Prompt, as_priorities, one_for_each
-from nanoinfer.text.chat import Conversation, as_conversations, render_chats
+from nanoinfer.text.arguments import Params, Priorities, Prompt, as_priorities, one_for_each
+from nanoinfer.text.chat import Conversation, Conversations, as_conversations, render_chats
 from nanoinfer.text.portions import PORTION_SIZE, Portions
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
 from nanoinfer.text.refusals import Errors, OnError, check_on_error
@@ -34,7 +34,7 @@ class Preparer:
         self,
         prompts: Sequence[Prompt],
         sampling_params: Params = None,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
         **options: Any,
     ) -> list[PreparedRequest]:
         """Check everything that a user can get wrong, before anything is queued. options: of `prepare_portions`."""
@@ -52,7 +52,7 @@ class Preparer:
 
     def prepare_chats(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversations,
         sampling_params: Params,
         template_options: Mapping[str, Any],
         **options: Any,
@@ -67,7 +67,7 @@ class Preparer:
         self,
         prompts: Sequence[Any],
         sampling_params: Params = None,
-        priority: Sequence[int] | None = None,
+        priority: Priorities = None,
         *,
         add_special_tokens: bool = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,

@@ -78,6 +78,7 @@ class Completion:
         logprobs: Any = None if params.num_logprobs is None else self.logprobs
         total = None if logprobs is None else sum(logprobs_of_tokens(logprobs, token_ids))
         routed = None if self.routed_experts is None else self.routed_experts.to_array()
+        error, kind = self._error() if reason == "error" else (None, None)
         self.output = CompletionOutput(
             index=seq.sample,
             text=str(text),
@@ -86,17 +87,21 @@ class Completion:
             stop_reason=stop_reason,
             logprobs=logprobs,
             cumulative_logprob=total,
-            error=self._error() if reason == "error" else None,
+            error=error,
+            error_kind=kind,
             routed_experts=routed,
         )
         return self.output
 
-    def _error(self) -> str:
-        """Return why a token could not be drawn."""
+    def _error(self) -> tuple[str, str]:
+        """Return why a token could not be drawn, and the error_kind."""
         seq = self.seq
-        why_no_token = seq.constraint.error if seq.constraint else None
+        if seq.error:
+            return seq.error, "logits_processor"
+        if seq.constraint and seq.constraint.error:
+            return seq.constraint.error, "no_allowed_token"
         num_tokens = len(seq.token_ids) - seq.num_prompt_tokens
-        return seq.error or why_no_token or f"the logits are NaN or infinite after {num_tokens} tokens"
+        return f"the logits are NaN or infinite after {num_tokens} tokens", "nan_logits"
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
         """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""

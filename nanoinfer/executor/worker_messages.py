@@ -106,10 +106,10 @@ class AllRanksWeights:
         """Raise ModelError unless a tensor can take the place of the weight of this name in the checkpoint."""
         self._runner.weights.check(name, tensor)
 
-    def update(self, name: str, tensor: Any) -> None:
+    def update(self, name: str, tensor: Any, given: dict[Any, str] | None = None) -> None:
         """Check a tensor and copy it there, or each rank's share of it."""
         # Checked and brought to the device before: what the ranks do together must not fail.
-        if not self._runner.weights.check(name, tensor):
+        if not self._runner.weights.check(name, tensor, given):
             return
         with computing(self._runner.device, None):
             tensor = tensor.detach().to(self._runner.device)

@@ -25,6 +25,10 @@ class VocabParallelEmbedding(nn.Module):
         self.check_weight(param, full)
         param.copy_(full.narrow(0, *self.vocab))
 
+    def holds(self, full: Tensor) -> bool:
+        """Return whether the weight is this rank's share of a checkpoint's tensor already."""
+        return torch.equal(self.weight, full.narrow(0, *self.vocab).to(self.weight))
+
     def forward(self, token_ids: Tensor) -> Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)."""
         if self.tp.size == 1:

@@ -20,7 +20,7 @@ from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
 from nanoinfer.layers.shared_expert import SharedExpert, SharedExpertGate
-from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod, ParamSpec
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, WEIGHT, LinearMethod, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
@@ -154,11 +154,18 @@ class PackedExperts(nn.Module):
     def shards(self) -> tuple[str, ...]:
         return tuple(f"{expert}.{part}" for expert in range(len(self.weight)) for part in self.parts)
 
-    def unpack(self, full: Tensor, _param: Tensor | None) -> dict[str, Tensor]:
-        """Cut a tensor of all experts, (num_experts, parts x outputs, inputs), into shards."""
-        num_outputs, num_inputs = self.full_shape
-        check_shape(full, (len(self.weight), len(self.parts) * num_outputs, num_inputs))
-        shards = [part for expert in full for part in expert.split(num_outputs)]
+    def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
+        """Cut a tensor of all experts, (num_experts, parts x outputs, inputs), into shards; or one of their scales."""
+        spec = WEIGHT if param is None or param is self.weight else ParamSpec.of(param)
+        num_experts, num_parts, sizes = len(self.weight), len(self.parts), spec.shape(*self.full_shape)
+        if not sizes:  # an expert's scale for all inputs
+            check_shape(full, (num_experts,))
+            full = full.view(-1, 1).expand(num_experts, num_parts)
+            sizes = (1,)
+        elif full.shape[1:] == (num_parts, 1):  # a scale for each projection
+            sizes = (1, 1)
+        check_shape(full, (num_experts, num_parts * sizes[0], *sizes[1:]))
+        shards = [part for expert in full for part in expert.split(sizes[0])]
         return dict(zip(self.shards, shards, strict=True))
 
     def num_outputs(self, _shard: str) -> int:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.quantization_fields import TEXT_PREFIXES
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
@@ -18,13 +20,8 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.native_model import NativeModel
 
 # How names begin in checkpoints of models for text and images -> how they begin here.
-TEXT_MODELS = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-
-
+TEXT_MODELS = (*((prefix, "model.") for prefix in TEXT_PREFIXES), ("language_model.lm_head.", "lm_head."))
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
 
 
@@ -51,7 +48,13 @@ class DecoderForCausalLM(NativeModel):
     # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own: all experts in
     # one tensor.
     renamed_endings: ClassVar[Mapping[str, str]] = {
-        f"experts.{name}_proj": f"experts.{name}_proj.weight" for name in ("gate_up", "down")
+        f"experts.{name}_proj{ending}": f"experts.{name}_proj.{kind}"
+        for name in ("gate_up", "down")
+        for ending, kind in (
+            ("", "weight"),
+            ("_scale_inv", "weight_scale_inv"),
+            ("_activation_scale", "activation_scale"),
+        )
     }
     # Name of a module in the checkpoint -> ours, where they differ.
     renamed_modules: ClassVar[Mapping[str, str]] = {}
@@ -74,24 +77,31 @@ class DecoderForCausalLM(NativeModel):
         head = ParallelLMHead if has_logits else NoHead
         self.lm_head = head(config.vocab_size, config.hidden_size, tp)
         self.score: ScoreHead | None = score_head(config.head, config.hidden_size, has_bias=False)
-        # A tied checkpoint may repeat the embedding under the head's name: there is nothing to load there.
-        is_ignored = config.tie_word_embeddings or not has_logits
-        self.ignored_weights = ("lm_head.weight", "language_model.lm_head.weight") if is_ignored else ()
+        self.ignored_weights = () if has_logits else ("lm_head.weight", "language_model.lm_head.weight")
         self.logits_scaling, self.logits_soft_cap = config.logits_scaling, config.logits_soft_cap
-        if config.tie_word_embeddings and has_logits:
+        self.is_tied = config.tie_word_embeddings and has_logits
+        if self.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def untie(self) -> None:
+        """Give the head a weight of its own."""
+        self.is_tied = False
+        self.lm_head.weight = nn.Parameter(torch.empty_like(self.model.embed_tokens.weight), requires_grad=False)
 
     def locate(self, name: str) -> tuple[str, str | None]:
         """Return which parameter a checkpoint's tensor belongs to, and which shard of it; None where it is whole.
 
         All experts of a layer are packed in one parameter, so that "experts.7.gate_proj.weight" is the shard "7.gate".
-        A tensor of all of them, as transformers 5 has in memory, is "experts.gate_up_proj".
+        A tensor of all of them, as transformers 5 has in memory, is "experts.gate_up_proj". A head that is tied to the
+        embedding is another name of it.
         """
         if "." not in name:
             return name, None
         for theirs, ours in TEXT_MODELS:
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
+        if name == HEAD and self.is_tied:
+            return EMBEDDING, None
         if name.partition(".")[0] in BARE_PARTS:
             name = f"model.{name}"
         for theirs, ours in self.renamed_endings.items():

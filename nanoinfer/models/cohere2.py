@@ -14,6 +14,7 @@ class Cohere2ForCausalLM(DecoderForCausalLM):
         "logit_scale": 0.0625,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
+        "pad_token_id": 0,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }

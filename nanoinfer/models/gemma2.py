@@ -23,6 +23,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         "head_dim": 256,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
+        "pad_token_id": 0,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "sliding_window_pattern": 2,  # every second layer attends to all tokens

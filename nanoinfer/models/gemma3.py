@@ -45,6 +45,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         "head_dim": 256,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
+        "pad_token_id": 0,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,  # every sixth layer attends to all tokens

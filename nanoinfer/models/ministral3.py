@@ -11,6 +11,7 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
+        "pad_token_id": 11,
         "sliding_window": None,
         "rope_parameters": {
             "rope_type": "yarn",

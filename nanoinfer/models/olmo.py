@@ -8,12 +8,13 @@ from nanoinfer.models.decoder_spec import DecoderSpec
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
     spec: ClassVar = DecoderSpec(whole_qk_norm=True, has_post_norms=True, has_pre_norms=False)
-    config_defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    config_defaults: ClassVar = {"rms_norm_eps": 1e-5, "pad_token_id": 1}
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
     config_defaults: ClassVar = {
         "rms_norm_eps": 1e-5,
+        "pad_token_id": 1,
         "rope_theta": 500000.0,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens

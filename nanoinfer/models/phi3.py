@@ -10,6 +10,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
+        "pad_token_id": 32000,
         "partial_rotary_factor": 1.0,
         "sliding_window": None,
     }

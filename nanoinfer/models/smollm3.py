@@ -10,6 +10,7 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
+        "pad_token_id": 128004,
         "use_sliding_window": False,
         "no_rope_layer_interval": 4,
         "rope_theta": 2000000.0,

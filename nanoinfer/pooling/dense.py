@@ -15,7 +15,7 @@ class DenseLayer:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         self.weight, self.bias = weight.float(), None if bias is None else bias.float()
-        self.activation = getattr(nn, activation)()
+        self.activation = nn.Softmax(-1) if activation == "Softmax" else getattr(nn, activation)()
 
     def __call__(self, vectors: Tensor) -> Tensor:
         return self.activation(F.linear(vectors, self.weight, self.bias))

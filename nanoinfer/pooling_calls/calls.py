@@ -12,7 +12,9 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
@@ -24,14 +26,20 @@ from nanoinfer.errors import RequestError, check_names
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, raising_errors
 from nanoinfer.pooling_calls.pooling_steps import PooledTexts, PoolingSteps
-from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
+from nanoinfer.pooling_outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutputs,
+    PoolingRequestOutput,
+    RewardOutput,
+)
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Prompt, Prompts, as_list_of_prompts, one_of_kind_for_each
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts
-from nanoinfer.text.refusals import Errors
+from nanoinfer.text.refusals import Errors, OnError, check_on_error
 
 logger = logging.getLogger("nanoinfer")
 
@@ -53,7 +61,7 @@ class PooledOutput:
     make: Callable[[Values, PoolingParams], list[Any]]
     params: PoolingParams
 
-    def __call__(self, output: RequestOutput, states: HiddenStatesRequest) -> PoolingRequestOutput:
+    def __call__(self, output: RequestOutput, states: HiddenStatesRequest) -> PoolingRequestOutput[Any]:
         return self.pooling_calls.output(self, output, states)
 
 
@@ -110,38 +118,30 @@ class PoolingCalls:
         prompts: Prompts,
         params: PoolingArguments = None,
         prompt_name: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
         wanted: HiddenStatesOptions | None = None,
-        at_once: bool = False,
+        **options: Any,
     ) -> Portions:
-        """Prepare the requests of `LLM.embed`. wanted: hidden states that are wanted, too.
-
-        at_once: whether all are checked before any is queued, in the order of the prompts.
-        """
+        """Prepare the requests of `LLM.embed`. wanted: hidden states that are wanted, too. options: see `_portions`."""
         if self._config.is_classifier:
             raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
         given = as_list_of_prompts(prompts)
         all_params = one_of_kind_for_each(params, len(given), PoolingParams, "pooling_params")
         for size in {one.dimensions for one in all_params}:
             self._check_dimensions(size)
-        before = self._text_before(prompt_name)
-        if before:
-            given = [before + prompt if isinstance(prompt, str) else prompt for prompt in given]
-        at_once |= wanted is not None
-        portions = self._portions(given, all_params, self._embeddings, tokenization_kwargs, {}, at_once)
         if wanted is not None:
-            portions = wanted.add_to(portions)
-        return portions
+            options["at_once"] = True
+        portions = self._portions(self._begun(given, prompt_name), {}, all_params, self._embeddings, **options)
+        return portions if wanted is None else wanted.add_to(portions)
 
     def prepare_classes(
         self,
         prompts: Any,
         params: PoolingArguments = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_name: str | None = None,
         rewards: bool = False,
-        at_once: bool = False,
+        **options: Any,
     ) -> Portions:
-        """Prepare the requests of `LLM.classify`, or of `LLM.reward`. at_once: as for embeddings."""
+        """Prepare the requests of `LLM.classify`, or of `LLM.reward`. options: see `_portions`."""
         call = "reward" if rewards else "classify"
         if not self._config.is_classifier:
             raise RequestError(
@@ -155,18 +155,25 @@ class PoolingCalls:
         if any(one.dimensions is not None for one in all_params):
             raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
         make = self._rewards if rewards else self._classes
-        return self._portions(given, all_params, make, tokenization_kwargs, pairs, at_once)
+        return self._portions(self._begun(given, prompt_name), pairs, all_params, make, **options)
 
     def _portions(
         self,
         prompts: list[Prompt],
+        pairs: dict[int, str],
         all_params: list[PoolingParams],
         make: Any,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        pairs: dict[int, str],
-        at_once: bool,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
+        at_once: bool = False,
     ) -> Portions:
-        """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served."""
+        """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served.
+
+        tokenization_kwargs, on_error: those of the call. at_once: whether all are checked before any is queued, in the
+        order of the prompts.
+        """
+        check_on_error(on_error)
         self._queue.engine.check_open()
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, POOLING_TOKENIZATION_OPTIONS, {})
         max_tokens = self._prompt_processor.most_tokens(options.get("truncate_prompt_tokens"))
@@ -178,6 +185,9 @@ class PoolingCalls:
             encoded, packed = self._prompt_processor.encode(ids, errors, add_special_tokens=False)
             requests = []
             for index, token_ids in encoded.items():
+                if token_ids[-1:] == [self._config.pad_token_id]:
+                    token_ids = without_padding(token_ids)
+                    packed.pop(index, None)
                 first = self._config.first_wanted(len(token_ids))
                 params, text = all_params[index], given[index]
                 if id(params) not in to_outputs:
@@ -197,9 +207,9 @@ class PoolingCalls:
             return requests
 
         if at_once:
-            return Portions(prepare, range(len(prompts)), None, on_error=None)
+            return Portions(prepare, range(len(prompts)), None, on_error)
         order = sorted(range(len(prompts)), key=lambda index: -_length(prompts[index]))
-        return Portions(prepare, order, self._preparer.portion_size, on_error=None)
+        return Portions(prepare, order, self._preparer.portion_size, on_error)
 
     def _tokenize(
         self, prompts: Mapping[int, Prompt], pairs: Mapping[int, str], max_tokens: int | None, errors: Errors
@@ -209,6 +219,16 @@ class PoolingCalls:
         longest = sys.maxsize
         if texts and max_tokens is None:
             longest = self._prompt_processor.longest_text
+        if self._config.renders_texts:
+            errors |= {
+                index: RequestError(
+                    f"{self._model} has texts written out by the chat template (modality_config), which is not "
+                    "supported; write them out by llm.tokenizer.apply_chat_template(messages), and give token ids"
+                )
+                for index in texts
+                # A prompt of a reranker by two tokens is given as it is written out, a pair is not.
+                if index in pairs or not self._config.token_ids
+            }
         errors |= find_bad_texts(texts, longest)
         errors |= find_bad_texts({index: pairs[index] for index in texts if index in pairs}, longest)
         ids: dict[int, Any] = {
@@ -229,20 +249,18 @@ class PoolingCalls:
                 ids[index], second_texts[index] = token_ids, second_text
         return ids, second_texts
 
-    def run(
-        self, portions: Portions, use_tqdm: bool, wanted: HiddenStatesOptions | None = None
-    ) -> list[PoolingRequestOutput]:
+    def run(self, portions: Portions, use_tqdm: bool, wanted: HiddenStatesOptions | None = None) -> PoolingOutputs[Any]:
         """Run requests to their end; outputs come in the order of the prompts. wanted: hidden states, too."""
         steps = self.pooling_steps if wanted is None else None
         outputs: list[Any]
-        with Progress(self._queue.engine.metrics, portions.num_requests, use_tqdm, generates=False) as progress:
+        with Progress(self._queue.engine.metrics, portions.num_requests, use_tqdm, desc="Reading") as progress:
             if steps is not None and steps.serves(portions.first):
                 outputs = steps.complete(portions, self.outputs_of_texts, progress.show)
             else:
                 with raising_errors(wanted, progress.show) as show:
                     outputs = self._queue.complete(portions, show)
         by_index = dict(zip(portions.order, outputs, strict=True))
-        return [by_index[index] for index in range(len(outputs))]
+        return PoolingOutputs(by_index[index] for index in range(len(outputs)))
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         known = self._config.dimensions
@@ -252,28 +270,30 @@ class PoolingCalls:
             allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {self._size}"
             raise RequestError(f"dimensions={dimensions} is not what this model was made for; use {allowed}")
 
-    def _text_before(self, prompt_name: str | None) -> str:
-        """Return what texts begin with, by the name that sentence-transformers' files give it."""
+    def _begun(self, prompts: list[Prompt], prompt_name: str | None) -> list[Prompt]:
+        """Begin texts with a prompt, by the name that sentence-transformers' files give it; of pairs, the first."""
         name = self._config.default_prompt_name if prompt_name is None else prompt_name
         if name is None:
-            return ""
+            return prompts
         if name not in self._config.prompts:
             names = ", ".join(map(repr, self._config.prompts)) or "none"
             raise RequestError(f"prompt_name={name!r} is not one of the prompts of {self._model}, which has {names}")
         text = self._config.prompts[name]
         if text and self._config.leaves_out_prompts:
             raise RequestError(
-                f"prompt_name={name!r}: {self._model} leaves prompts out of its means (include_prompt), which is not "
-                "supported; use sentence-transformers"
+                f"prompt_name={name!r}: {self._model} leaves prompts out of what it pools (include_prompt), which is "
+                "not supported; use sentence-transformers"
             )
-        return text
+        return [text + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
 
     # -------- What users get ------------------------------------------------------------------------------------------
 
-    def output(self, how: "PooledOutput", output: RequestOutput, states: HiddenStatesRequest) -> PoolingRequestOutput:
+    def output(
+        self, how: "PooledOutput", output: RequestOutput, states: HiddenStatesRequest
+    ) -> PoolingRequestOutput[Any]:
         """Make the output of a request that has ended."""
         parts = [part.numpy() for part in states.parts(None)]
-        if parts and output.finish_reason != "abort":
+        if parts and output.finish_reason not in ("abort", "error"):
             values = parts[0] if len(parts) == 1 else np.concatenate(parts)
             check_finite([output.request_id], [values])
         else:
@@ -285,9 +305,11 @@ class PoolingCalls:
             output.num_cached_tokens,
             self._made(how, [values] if self._config.is_of_each_token else values)[0],
             output.metrics,
+            error=output.error,
+            error_kind=output.error_kind,
         )
 
-    def outputs_of_texts(self, texts: PooledTexts) -> list[PoolingRequestOutput]:
+    def outputs_of_texts(self, texts: PooledTexts) -> list[PoolingRequestOutput[Any]]:
         """Make the outputs of texts of one step, those of neighbours with the same parameters at once."""
         requests, request_ids, values, aborted, metrics = texts
         check_finite(request_ids, values)
@@ -309,19 +331,22 @@ class PoolingCalls:
         return how.make(values, how.params)
 
     def _embeddings(self, vectors: Values, params: PoolingParams) -> list[EmbeddingOutput]:
-        vectors = vectors[..., : params.dimensions]
+        size = self._config.truncate_dim if params.dimensions is None else params.dimensions
         normalizes = self._config.activation == "normalize" if params.use_activation is None else params.use_activation
+        measured, vectors = vectors, vectors[..., :size]
         if normalizes:
-            norms = np.sqrt(np.einsum("...i,...i", vectors, vectors))
+            # A folder that cuts embeddings by itself cuts them once they are normalised, as sentence-transformers.
+            measured = measured if params == PoolingParams() else vectors
+            norms = np.sqrt(np.einsum("...i,...i", measured, measured))
             vectors = vectors / np.maximum(norms, MIN_NORM)[..., np.newaxis]
         return [EmbeddingOutput(vector.copy()) for vector in vectors]  # so that one does not keep the others
 
     def _classes(self, logits: Values, params: PoolingParams) -> list[ClassificationOutput]:
-        activation = "identity" if params.use_activation is False else self._config.activation
+        activation = "Identity" if params.use_activation is False else self._config.activation
         return [ClassificationOutput(probs.copy(), self._config.labels) for probs in activate(logits, activation)]
 
     def _rewards(self, logits: Values, params: PoolingParams) -> list[RewardOutput]:
-        scores = activate(logits, self._config.activation if params.use_activation else "identity")[..., 0]
+        scores = activate(logits, self._config.activation if params.use_activation else "Identity")[..., 0]
         return [RewardOutput(float(score) if score.ndim == 0 else score.copy()) for score in scores]
 
 
@@ -335,14 +360,18 @@ def check_finite(request_ids: Sequence[int], values: Any) -> None:
 
 
 def activate(logits: Values, activation: str) -> Values:
-    """Return probabilities, over the last dimension: by "softmax", "sigmoid", or "identity" as they are."""
-    if activation == "softmax":
-        powers = np.exp(logits - logits.max(-1, keepdims=True))
-        return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
-    if activation == "sigmoid":
-        with np.errstate(invalid="ignore"):  # NaN stays NaN
-            return np.asarray(np.exp(-np.logaddexp(0, -logits)), np.float32)  # accurate for small ones, too
-    return logits
+    """Return what a class of torch.nn makes of logits, such as probabilities over their last dimension."""
+    layer = nn.Softmax(-1) if activation == "Softmax" else getattr(nn, activation)()
+    values: Values = layer(torch.tensor(logits)).numpy()
+    return values
+
+
+def without_padding(token_ids: list[int]) -> list[int]:
+    """Return token ids without the last one, wherever it is repeated at their end; at least the first is left."""
+    end = len(token_ids)
+    while end > 1 and token_ids[end - 1] == token_ids[-1]:
+        end -= 1
+    return token_ids[:end]
 
 
 def split_pairs(prompts: Any) -> tuple[list[Prompt], dict[int, str]]:

@@ -8,8 +8,10 @@ from nanoinfer.aio import AsyncCalls
 from nanoinfer.garbage import rare_collections
 from nanoinfer.pooling_calls.calls import PoolingArguments, PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, OnHiddenStates
-from nanoinfer.pooling_outputs import PoolingRequestOutput
+from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingOutputs, RewardOutput
 from nanoinfer.text.arguments import Prompts
+from nanoinfer.text.portions import Portions
+from nanoinfer.text.refusals import OnError
 
 
 class PoolingMethods:
@@ -27,24 +29,26 @@ class PoolingMethods:
         use_tqdm: bool = True,
         *,
         prompt_name: str | None = None,
+        on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
         hidden_states: Sequence[int] | None = None,
         hidden_state_positions: Literal["prompt", "last"] = "prompt",
         on_hidden_states: OnHiddenStates | None = None,
-    ) -> list[PoolingRequestOutput]:
+    ) -> PoolingOutputs[EmbeddingOutput]:
         """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
 
         prompts: as in `generate`. They are pooled and normalised as the files of sentence-transformers in the model's
         folder say. Without these files, a decoder's last token or the mean of an encoder's tokens is taken, normalised.
         pooling_params: for all, or a list with one for each. prompt_name: the prompt in
-        config_sentence_transformers.json that texts begin with; None for its default, if it has one.
-        tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what fits.
-        hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and where the
-        model is a classifier.
+        config_sentence_transformers.json that texts begin with; None for its default, if it has one. on_error: with
+        "return", texts that cannot be served come back in their places, with the reason in `output.error` and NaN as
+        values. tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what
+        fits. hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and
+        where the model is a classifier.
         """
         wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
         portions = self.pooling_calls.prepare_embeddings(
-            prompts, pooling_params, prompt_name, tokenization_kwargs, wanted
+            prompts, pooling_params, prompt_name, wanted, on_error=on_error, tokenization_kwargs=tokenization_kwargs
         )
         return self.pooling_calls.run(portions, use_tqdm, wanted)
 
@@ -55,15 +59,20 @@ class PoolingMethods:
         pooling_params: PoolingArguments = None,
         use_tqdm: bool = True,
         *,
+        prompt_name: str | None = None,
+        on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
+    ) -> PoolingOutputs[ClassificationOutput]:
         """Return the probabilities of a classifier's classes: `output.outputs.probs`, an array (num_classes,).
 
         prompts: as in `generate`, or pairs of texts, (text, text), as cross-encoders take them. Logits become
-        probabilities by softmax or sigmoid, as config.json says; with PoolingParams(use_activation=False) they stay
-        as they are. A model of ...ForTokenClassification has a row for each token. The rest is as in `embed`.
+        probabilities as the files of sentence-transformers say, or else by softmax or sigmoid, as config.json says;
+        with PoolingParams(use_activation=False) they stay as they are. A model of ...ForTokenClassification has a row
+        for each token. The rest is as in `embed`; of a pair, the first text begins with the prompt.
         """
-        portions = self.pooling_calls.prepare_classes(prompts, pooling_params, tokenization_kwargs)
+        portions = self.pooling_calls.prepare_classes(
+            prompts, pooling_params, prompt_name, on_error=on_error, tokenization_kwargs=tokenization_kwargs
+        )
         return self.pooling_calls.run(portions, use_tqdm)
 
     @rare_collections()
@@ -73,32 +82,58 @@ class PoolingMethods:
         pooling_params: PoolingArguments = None,
         use_tqdm: bool = True,
         *,
+        prompt_name: str | None = None,
+        on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
+    ) -> PoolingOutputs[RewardOutput]:
         """Return the rewards that a model with a head of one value gives to texts: `output.reward`, a float.
 
         It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
         is, unless use_activation is True. The rest is as in `classify`.
         """
-        portions = self.pooling_calls.prepare_classes(prompts, pooling_params, tokenization_kwargs, rewards=True)
+        portions = self.pooling_calls.prepare_classes(
+            prompts, pooling_params, prompt_name, True, on_error=on_error, tokenization_kwargs=tokenization_kwargs
+        )
         return self.pooling_calls.run(portions, use_tqdm)
 
     async def aembed(
-        self, prompts: Prompts, pooling_params: PoolingArguments = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """Do as `embed`, with prompt_name and tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.pooling_calls.prepare_embeddings, prompts, pooling_params, at_once=True, **options)
-        return await self._async_calls.complete(lambda: prepare().take())
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingArguments = None,
+        *,
+        prompt_name: str | None = None,
+        on_error: OnError = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> PoolingOutputs[EmbeddingOutput]:
+        """Do as `embed`, without hidden states, while other tasks of the event loop run."""
+        prepare = partial(self.pooling_calls.prepare_embeddings, prompts, pooling_params, prompt_name)
+        return await self._pool(prepare, on_error=on_error, tokenization_kwargs=tokenization_kwargs)
 
     async def aclassify(
-        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """Do as `classify`, with tokenization_kwargs, while other tasks of the event loop run."""
-        prepare = partial(self.pooling_calls.prepare_classes, prompts, pooling_params, at_once=True, **options)
-        return await self._async_calls.complete(lambda: prepare().take())
+        self,
+        prompts: Any,
+        pooling_params: PoolingArguments = None,
+        *,
+        prompt_name: str | None = None,
+        on_error: OnError = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> PoolingOutputs[ClassificationOutput]:
+        """Do as `classify` while other tasks of the event loop run."""
+        prepare = partial(self.pooling_calls.prepare_classes, prompts, pooling_params, prompt_name)
+        return await self._pool(prepare, on_error=on_error, tokenization_kwargs=tokenization_kwargs)
 
     async def areward(
-        self, prompts: Any, pooling_params: PoolingArguments = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """Do as `reward`, with tokenization_kwargs, while other tasks of the event loop run."""
-        return await self.aclassify(prompts, pooling_params, rewards=True, **options)
+        self,
+        prompts: Any,
+        pooling_params: PoolingArguments = None,
+        *,
+        prompt_name: str | None = None,
+        on_error: OnError = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> PoolingOutputs[RewardOutput]:
+        """Do as `reward` while other tasks of the event loop run."""
+        prepare = partial(self.pooling_calls.prepare_classes, prompts, pooling_params, prompt_name, True)
+        return await self._pool(prepare, on_error=on_error, tokenization_kwargs=tokenization_kwargs)
+
+    async def _pool(self, prepare: Callable[..., Portions], **options: Any) -> PoolingOutputs[Any]:
+        return PoolingOutputs(await self._async_calls.complete(lambda: prepare(at_once=True, **options).take()))

@@ -67,7 +67,7 @@ class PoolingSteps:
 
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
         """Return whether a call's texts can be computed in such steps. first: some of them, usually the longest."""
-        engine = self._engine
+        engine, first = self._engine, [request for request in first if request.error is None]
         if engine.scheduler.listener is not SILENT or engine.scheduler.paused:
             return False
         if engine.scheduler.whole_prompts:
@@ -87,15 +87,21 @@ class PoolingSteps:
         """
         reserved, ids = self._engine.reserved_ids, range(0)
         done: list[Any] = []
+        refusals: dict[int, Any] = {}  # by the place of the text in the call
         waiting: deque[PreparedRequest] = deque()
         in_flight: deque[PoolingStep] = deque()
-        arrived = time.perf_counter()
+        arrived, num_taken = time.perf_counter(), 0
         try:
             with self._lock, postponed_interrupt():  # ids that are reserved must be released
                 ids = reserved.reserve(portions.num_requests)
             with portions:
-                while len(done) < portions.num_requests:
-                    waiting += portions.take(wait=not (waiting or in_flight))
+                while len(done) + len(refusals) < portions.num_requests:
+                    for request in portions.take(wait=not (waiting or in_flight)):
+                        if request.error is None:
+                            waiting.append(request)
+                        else:
+                            refusals[num_taken] = request.refusal(ids[-1 - len(refusals)])
+                        num_taken += 1
                     if waiting and len(in_flight) < MAX_IN_FLIGHT and self._is_whole(waiting[0]):
                         in_flight.append(self._launch(waiting))
                     elif in_flight:
@@ -105,12 +111,14 @@ class PoolingSteps:
                         asked = map(reserved.take, own_ids)
                         aborted = [place for place, actions in enumerate(asked) if Action.ABORT in actions]
                         done += make(PooledTexts(step.requests, own_ids, values, aborted, metrics))
-                        show(len(done))
+                        show(len(done) + len(refusals))
                     elif waiting:
                         done.append(self._in_chunks(waiting.popleft(), ids[len(done)]))
-                        show(len(done))
+                        show(len(done) + len(refusals))
         finally:
             reserved.release(ids)
+        for place, output in refusals.items():  # in the order of their places
+            done.insert(place, output)
         return done
 
     def _is_whole(self, request: PreparedRequest) -> bool:

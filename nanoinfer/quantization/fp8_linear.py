@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config
+from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
 from nanoinfer.quantization.fp8_numbers import (
@@ -27,14 +28,16 @@ from nanoinfer.quantization.linear_method import (
 )
 
 MAX_SPLITS = 8  # of K
+# What checkpoints call the scales of a weight, and the one of its inputs. Each pair has one meaning.
+SCALE_NAMES, INPUT_SCALE_NAMES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 
 
 class Fp8WeightOnlyMethod(LinearMethod):
     """Holds a weight in FP8, and widens it for each product: less memory, but no speed.
 
     weight: (..., num_outputs, num_inputs) e4m3. Its scales are named as in the checkpoint: one for each output,
-    (..., num_outputs), or for each block, (..., rows, columns). input_scale: (num_shards,), the checkpoint's static
-    scale for the inputs of each weight that is packed here; the layer rounds its inputs with the largest of them.
+    (..., num_outputs), or for each block, (..., rows, columns). So is the static scale for the inputs of each weight
+    that is packed here, (num_shards,); the layer rounds its inputs with the largest of them.
     """
 
     kind = ProductKind.WIDENED
@@ -57,20 +60,30 @@ class Fp8WeightOnlyMethod(LinearMethod):
                 layer.register_buffer(self.config.scale_name, scales)
             if self.config.static_inputs:
                 num_shards = len(getattr(layer, "shards", (None,)))
-                layer.input_scale = stored(torch.zeros(num_shards, dtype=torch.float32), ParamSpec())
+                input_scales = stored(torch.zeros(num_shards, dtype=torch.float32), ParamSpec())
+                setattr(layer, self.config.input_scale_name, input_scales)
                 layer.register_buffer("largest_input_scale", torch.zeros((), dtype=torch.float32))
 
     def scales(self, layer: Any) -> Tensor:
         return cast(Tensor, getattr(layer, self.config.scale_name))
+
+    def input_scales(self, layer: Any) -> Tensor | None:
+        return cast(Tensor | None, getattr(layer, self.config.input_scale_name, None))
+
+    def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
+        if kind in SCALE_NAMES:
+            kind = self.config.scale_name
+        elif kind in INPUT_SCALE_NAMES:
+            kind = self.config.input_scale_name
+        return kind, tensor
 
     def wide_weight(self, layer: Any) -> Tensor:
         return dequantize_weight(layer.weight, self.scales(layer)).to(self.dtype)
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         if param is layer.weight and (full.dtype == FP8) != self.config.in_checkpoint:
-            expected = "in float8_e4m3fn" if self.config.in_checkpoint else "in 16 or 32 bits"
-            raise ModelError(f"it has {full.dtype}, and by its quantization_config it is {expected}")
-        if param is getattr(layer, "input_scale", None):
+            raise ModelError(must_have_fewer(8, full) if self.config.in_checkpoint else must_be_wide("8", layer))
+        if param is self.input_scales(layer):
             if full.numel() != 1:
                 raise ModelError(f"it has shape {tuple(full.shape)}, and one scale for all inputs is known")
         elif self.config.weight_granularity == "block" or param is not self.scales(layer):
@@ -85,7 +98,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
             # All of a row, before it is cut, so that its scale does not depend on the number of ranks.
             values, scales = fit_weight(full.to(param.device))
             return [(param, values), (self.scales(layer), scales)]
-        if param is getattr(layer, "input_scale", None):
+        if param is self.input_scales(layer):
             param[0 if shard is None else layer.shards.index(shard)] = full.float().item()
             layer.largest_input_scale.copy_(param.max())
             return []
@@ -105,9 +118,9 @@ class Fp8WeightOnlyMethod(LinearMethod):
             rounded, its_scales = quantize_weight(part, block_size)
             weight.copy_(rounded)
             scales.copy_(its_scales)
-        if self.config.static_inputs:
-            layer.input_scale.fill_(8 / FP8_MAX)
-            layer.largest_input_scale.copy_(layer.input_scale.max())
+        if (input_scales := self.input_scales(layer)) is not None:
+            input_scales.fill_(8 / FP8_MAX)
+            layer.largest_input_scale.copy_(input_scales.max())
 
 
 class Fp8LinearMethod(Fp8WeightOnlyMethod):

@@ -38,7 +38,7 @@ from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
 
 REASONS = ("stop", "length", "abort", "error")  # finish_reason by number
 NO_REASON = len(REASONS)  # of a chunk that is not the last
-NO_OTHERS = (None,) * 5
+NO_OTHERS = (None,) * 6
 
 
 # -------- To a replica ------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Outputs(NamedTuple):
     samples: NDArray[np.int32]  # (num_samples, 2), of all requests: number of tokens, index in REASONS
     token_ids: NDArray[np.int32]  # of all samples, one after the other
     texts: list[str]  # of each sample
-    others: dict[int, tuple[Any, ...]]  # by sample, if it has any: stop_reason, logprobs, their sum, error and routing
+    others: dict[int, tuple[Any, ...]]  # by sample, if it has any: its last fields, from stop_reason on
     prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: arrays, whose texts the parent makes
     states: dict[int, Any]  # of requests that want hidden states or are pooled, by their line: PackedStates
 
@@ -261,7 +261,8 @@ def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[Re
         except Exception as error:  # what unpickling does is up to functions and classes of users
             errors[len(params)] = RequestError(
                 f"sampling_params cannot be read by a replica ({type(error).__name__}: {error}); define functions and "
-                "classes of your own in a module that can be imported"
+                "classes of your own in a module that can be imported",
+                "invalid_sampling_params",
             )
             params.append(SamplingParams())
     received, end = [], 0
@@ -291,7 +292,8 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
     others = {}
     for line, sample in enumerate(samples):
         logprobs = pack_logprobs(sample.logprobs)
-        found = sample.stop_reason, logprobs, sample.cumulative_logprob, sample.error, sample.routed_experts
+        ends = sample.stop_reason, logprobs, sample.cumulative_logprob, sample.error, sample.error_kind
+        found = *ends, sample.routed_experts
         if any(item is not None for item in found):
             others[line] = found
     metrics = [output.metrics for output in outputs]
@@ -332,10 +334,10 @@ def unpack_outputs(
         for index in range(num_samples):
             (count, reason), text = next(lines)
             start, end = end, end + count
-            stop_reason, logprobs, total, error, routed = message.others.get(line, NO_OTHERS)
+            stop_reason, logprobs, *others = message.others.get(line, NO_OTHERS)
             line += 1
-            ends = REASONS[reason], stop_reason, unpack_logprobs(logprobs), total, error
-            samples.append(CompletionOutput(index, text, ids[start:end], *ends, routed_experts=routed))
+            ends = REASONS[reason], stop_reason, unpack_logprobs(logprobs), *others
+            samples.append(CompletionOutput(index, text, ids[start:end], *ends))
         if request is None:
             found.append(None)
             continue

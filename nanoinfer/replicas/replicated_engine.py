@@ -23,7 +23,7 @@ from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
 from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks, refused
+from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks
 from nanoinfer.replicas.callbacks import ReplicaCallbacks
 from nanoinfer.replicas.dispatcher import Dispatcher, QueuedRequest, expected_work
 from nanoinfer.replicas.replica_messages import (
@@ -163,10 +163,9 @@ class ReplicatedEngine:
         """Queue a request; one that has an error ends with it at once. As in LLMEngine."""
         self.guard.check()
         if prepared.error is not None:
-            num_samples = prepared.sampling_params.n
-            outputs_to.append(refused(request_id, prepared.prompt, num_samples, str(prepared.error)))
+            outputs_to.append(prepared.refusal(request_id))
             if chunks is not None:
-                chunks.extend(failed_chunks(request_id, index, range(num_samples)))
+                chunks.extend(failed_chunks(request_id, index, range(prepared.sampling_params.n)))
             self.reserved_ids.take(request_id)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
@@ -454,7 +453,9 @@ class ReplicatedEngine:
         if request.chunks is not None:
             left = (sample for sample in samples if not request.streamed.get(sample))
             request.chunks.extend(failed_chunks(request_id, request.index, left))
-        outputs = [CompletionOutput(sample, "", [], "error", error=error) for sample in samples]
+        outputs = [
+            CompletionOutput(sample, "", [], "error", error=error, error_kind="worker_ended") for sample in samples
+        ]
         request.outputs_to.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
         self._forget(request)
 

@@ -14,7 +14,8 @@ GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as
 # One prompt or several. One Sequence stands for both a list of prompts and a prompt's token ids, because mypy infers
 # the type of ["text", [1, 2]] from one alone.
 Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
-Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+Params = SamplingParams | Sequence[SamplingParams] | Array | Series | None  # for all prompts, or one for each
+Priorities = Sequence[int] | Array | Series | None  # one for each prompt
 Options = TypeVar("Options")
 OnFinish = Callable[[RequestOutput], object]
 
@@ -43,23 +44,24 @@ def as_prompt(prompt: GivenPrompt) -> Prompt:
     """Return the prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, Mapping) and len(prompt) == 1:
-        [(name, value)] = prompt.items()
+    if isinstance(prompt, Mapping):
+        given = {name: value for name, value in prompt.items() if value is not None}
+        [(name, value)] = given.items() if len(given) == 1 else [(None, None)]
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
             return cast("Prompt", as_list(value))
     return cast("Prompt", as_list(prompt))
 
 
-def as_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+def as_priorities(priority: Priorities, count: int) -> list[int]:
     """Return a priority for each of `count` prompts."""
     if priority is None:
         return [0] * count
-    priority = as_list(priority)
-    if not isinstance(priority, (list, tuple)) or not all(map(is_whole_number, priority)):
-        raise RequestError(f"priority={priority!r} must be a list of whole numbers, one for each prompt; 0 is usual")
-    if len(priority) != count:
-        raise RequestError(f"{len(priority)} priorities for {count} prompts; give one for each")
-    return [int(item) for item in priority]
+    given = as_list(priority)
+    if not isinstance(given, (list, tuple)) or not all(map(is_whole_number, given)):
+        raise RequestError(f"priority={given!r} must be a list of whole numbers, one for each prompt; 0 is usual")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} priorities for {count} prompts; give one for each")
+    return [int(item) for item in given]
 
 
 def as_request_ids(request_ids: int | Collection[int]) -> list[int]:

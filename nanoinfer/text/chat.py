@@ -1,16 +1,28 @@
-"""Conversations to text, by the tokenizer's own chat template."""
+"""Conversations to text, by the tokenizer's own chat template.
 
-from collections.abc import Mapping, Sequence
+Templates differ in what they read: some take a content in parts, or a tool call's arguments as JSON text, and others
+leave them out, or write them as Python does. What one reads is found by rendering a mark in its place.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.text.columns import as_list
+from nanoinfer.text.columns import Array, Series, as_list
 from nanoinfer.text.refusals import Errors, report
 from nanoinfer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Conversation = Sequence[Message]
+Conversations = Conversation | Sequence[Conversation] | Array | Series  # one, or several
 ROLES = ("system", "user", "assistant", "tool")
+MARK = "nanoinferMark"
+# What `apply_chat_template` takes for itself.
+ARGUMENTS = ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
+RESERVED = {*ARGUMENTS, "conversation", "messages", "tokenize", "padding", "truncation", "max_length", "self"}
+RESERVED |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 
 
 def render_chats(
@@ -29,33 +41,43 @@ def render_chats(
     tools: functions, or their JSON schemas, that the template describes to the model. continue_final_message: end
     within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
     chat_template_kwargs: what else the template understands. Wrong are messages without role or content, and what the
-    template refuses. Raises RequestError where there is no template.
+    template refuses. Raises RequestError where there is no template, and for contradicting options.
     """
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another; "
             "use add_generation_prompt=False with it"
         )
+    if own := [name for name in chat_template_kwargs or () if name in RESERVED]:
+        remedy = f"pass {own[0]} to chat itself" if own[0] in ARGUMENTS else "leave it out"
+        raise RequestError(f"chat_template_kwargs has {own[0]!r}, which is not the template's to read; {remedy}")
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
+
+    def render(messages: Sequence[Message]) -> str:
+        text: str = tokenizer.hf.apply_chat_template(
+            messages,
+            tools=None if tools is None else list(tools),
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            tokenize=False,
+            **(chat_template_kwargs or {}),
+        )
+        return text
+
+    template = Template(render, any_role=chat_template is not None)
     texts = dict.fromkeys(conversations, "")
     for index, conversation in conversations.items():
         try:
-            _check(conversation, index, has_own_template=chat_template is not None)
-            texts[index] = tokenizer.hf.apply_chat_template(
-                [_with_one_text(message) for message in conversation],
-                tools=None if tools is None else list(tools),
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=bool(continue_final_message),
-                tokenize=False,
-                **(chat_template_kwargs or {}),
-            )
+            texts[index] = template.render(conversation, index)
         except RequestError as error:
+            error.kind = "invalid_messages"
             errors[index] = error
         except Exception as error:
             errors[index] = RequestError(
-                f"the chat template cannot render conversation {index} ({error}); mend the messages or the template"
+                f"the chat template cannot render conversation {index} ({error}); mend the messages or the template",
+                "invalid_messages",
             )
             errors[index].__cause__ = error
     return texts
@@ -69,31 +91,106 @@ def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any
     return text
 
 
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+def as_conversations(messages: Conversations) -> list[Conversation]:
     """Return one conversation or several as a list."""
-    messages = as_list(messages)
-    if not isinstance(messages, (list, tuple)):
+    given: Any = as_list(messages)
+    if not isinstance(given, (list, tuple)):
         raise RequestError(
-            f"messages is a {type(messages).__name__}; give a list of messages such as "
+            f"messages is a {type(given).__name__}; give a list of messages such as "
             "{'role': 'user', 'content': 'Hello'}, or a list of such lists"
         )
-    one = bool(messages) and all(isinstance(item, Mapping) for item in messages)
-    return [messages] if one else [as_list(conversation) for conversation in messages]
+    one = bool(given) and all(isinstance(item, Mapping) for item in given)
+    return [given] if one else [as_list(conversation) for conversation in given]
 
 
-def _check(conversation: Any, index: int, has_own_template: bool) -> None:
+class Template:
+    """Writes conversations out in the form in which one chat template reads them.
+
+    render: what the template makes of messages as they are. any_role: whether a role that the template may leave out is
+    the user's business.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Message]], str], any_role: bool) -> None:
+        self._render, self._any_role = render, any_role
+        self._reads_parts: dict[str, bool] = {}  # by role
+        self._call_forms: dict[bool, tuple[str | None, bool]] = {}  # by whether a content beside calls is null
+
+    def render(self, conversation: Conversation, index: int) -> str:
+        """Return the text of a conversation. Raises RequestError for a wrong one, and whatever the template raises."""
+        _check(conversation, index)
+        messages = [*map(_with_one_text, conversation)]
+        if any("tool_calls" in message for message in messages):
+            null, as_text = self._call_form(messages, index)
+            messages = [_with_calls(*one, index, null, as_text) for one in enumerate(messages)]
+        if not self._any_role:
+            self._check_roles(messages, index)
+        for place, given in enumerate(conversation):
+            if isinstance(given.get("content"), (list, tuple)) and self._takes_parts(messages, place):
+                messages[place] = {**messages[place], "content": _parts(given["content"])}
+        return self._render(messages)
+
+    def _check_roles(self, messages: Conversation, index: int) -> None:
+        """Raise RequestError for a role whose messages the template leaves out without a word."""
+        for place, message in enumerate(messages):
+            if message["role"] not in ROLES:
+                text = self._try(_replace(messages, place, {**message, "content": MARK}))
+                if text is not None and MARK not in text:
+                    raise RequestError(
+                        f"message {place} of conversation {index} has role={message['role']!r}, which the chat "
+                        f"template leaves out; give {', '.join(ROLES)}, or a chat_template that knows it"
+                    )
+
+    def _takes_parts(self, messages: Conversation, place: int) -> bool:
+        """Return whether the template reads a content in parts; of those who do not, some write it as Python does."""
+        role = messages[place]["role"]
+        if role not in self._reads_parts:
+            text = self._try(_replace(messages, place, {**messages[place], "content": _parts([{"text": MARK}])})) or ""
+            self._reads_parts[role] = MARK in text and repr(MARK) not in text
+        return self._reads_parts[role]
+
+    def _call_form(self, messages: Conversation, index: int) -> tuple[str | None, bool]:
+        """Return what stands for a null content beside tool calls, and whether their arguments are JSON text.
+
+        Most templates want "" and a dict, as vLLM gives them. Some write calls only beside a null content, and some
+        join the arguments to other texts.
+        """
+        has_null = any(message.get("content") is None for message in messages)
+        if has_null not in self._call_forms:
+            found: tuple[str | None, bool] = ("", False)
+            for as_text, null in product((False, True), ("", None)[: 1 + has_null]):
+                probe = [_with_calls(*one, index, null, as_text, marked=True) for one in enumerate(messages)]
+                text = self._try(probe)
+                num_calls = sum(len(message.get("tool_calls", ())) for message in probe)
+                if text is not None and text.count(f"{MARK}Name") >= num_calls and f"'{MARK}Key'" not in text:
+                    found = null, as_text
+                    break
+            self._call_forms[has_null] = found
+        return self._call_forms[has_null]
+
+    def _try(self, messages: Conversation) -> str | None:
+        """Return the text of messages; None where the template fails."""
+        try:
+            return self._render(messages)
+        except Exception:
+            return None
+
+
+def _check(conversation: Any, index: int) -> None:
     if not isinstance(conversation, (list, tuple)) or not conversation:
         raise RequestError(f"conversation {index} is {conversation!r}; give a list of one message or more")
     for number, message in enumerate(conversation):
         which = f"message {number} of conversation {index}"
         if not isinstance(message, Mapping):
             raise RequestError(f"{which} is {message!r}; give a dict such as {{'role': 'user', 'content': 'Hello'}}")
-        role = message.get("role")
-        # Templates leave out messages of a role that they do not know, without a word.
-        if not isinstance(role, str) or not (role in ROLES or has_own_template):
-            raise RequestError(f"{which} has role={role!r}; give {', '.join(ROLES)}, or a chat_template that knows it")
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"{which} has role={message.get('role')!r}; give {', '.join(ROLES)}")
+        content, calls = message.get("content"), message.get("tool_calls")
+        if calls and not (isinstance(calls, (list, tuple)) and all(map(_is_call, calls))):
+            raise RequestError(
+                f"{which} has tool_calls={calls!r}; give a list of calls such as "
+                "{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}"
+            )
+        if content is None and not calls:
             raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")
         parts = content if isinstance(content, (list, tuple)) else [{"text": "" if content is None else content}]
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
@@ -102,9 +199,59 @@ def _check(conversation: Any, index: int, has_own_template: bool) -> None:
             )
 
 
+def _is_call(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
+
+
+def _replace(messages: Conversation, place: int, message: Message) -> list[Message]:
+    return [*messages[:place], message, *messages[place + 1 :]]
+
+
+def _parts(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return parts of a content with the type that templates look for."""
+    return [{**part, "type": "text"} for part in parts]
+
+
 def _with_one_text(message: Message) -> Message:
-    """Join a content that comes in parts, as OpenAI has it, because many templates would drop it."""
+    """Join a content that comes in parts, as OpenAI has it, by line breaks, as vLLM does."""
     parts = message.get("content")
     if not isinstance(parts, (list, tuple)):
         return message
-    return {**message, "content": "".join(part["text"] for part in parts)}
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _with_calls(
+    number: int, message: Message, index: int, null: str | None, as_text: bool, marked: bool = False
+) -> Message:
+    """Return a message whose tool calls, if it has any, have their arguments as a dict, or as JSON text.
+
+    number: of the message in conversation `index`. null: what stands for a null content. marked: marks stand for names
+    and arguments. Raises RequestError for arguments that are a text and no JSON.
+    """
+    if "tool_calls" not in message:
+        return message
+    if not message["tool_calls"]:  # null, say; to some templates any key of this name means calls
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        text = given = function.get("arguments")
+        if not given:
+            text, given = "{}", {}
+        elif isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError) as error:
+                raise RequestError(
+                    f"message {number} of conversation {index} calls {function.get('name')!r} with arguments that are "
+                    f"no JSON ({error}): {given!r:.200}; give a JSON object as a text, or a dict"
+                ) from None
+        else:
+            text = json.dumps(given, ensure_ascii=False)
+        changed = {**function, "arguments": text if as_text else given}
+        if marked:
+            arguments = {f"{MARK}Key": MARK}
+            changed |= {"name": f"{MARK}Name", "arguments": json.dumps(arguments) if as_text else arguments}
+        calls.append({**call, "function": changed} if "function" in call else changed)
+    content = null if message.get("content") is None else message["content"]
+    return {**message, "content": content, "tool_calls": calls}

@@ -14,9 +14,9 @@ class Array(Protocol):
 
 
 class Series(Protocol):
-    """Columns of Polars."""
+    """Columns of Polars and pandas. Without its stubs, `df["a"]` may be a DataFrame to pyright: it has this, too."""
 
-    def to_list(self) -> Any: ...
+    def to_numpy(self) -> Any: ...
 
 
 def as_list(value: Any) -> Any:

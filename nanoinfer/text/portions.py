@@ -19,7 +19,7 @@ class Portions:
     thread calls it at a time. order: the indices of all prompts, in the order in which they are queued. size: the most
     requests in a portion; None puts all into one. The first portions have PORTION_SIZE at most, so that all replicas
     begin early. Later ones have half as many as all before them together, so that prompts that begin alike come
-    together. on_error: as in `LLM.generate`; any other value than "return" raises one error for all bad prompts.
+    together. on_error: as in `LLM.generate`; "raise" raises one error for all bad prompts.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Portions:
         prepare: Prepare,
         order: Sequence[int],
         size: int | None = PORTION_SIZE,
-        on_error: OnError | None = "raise",
+        on_error: OnError = "raise",
     ) -> None:
         self.num_requests, self.order = len(order), order
         self._prepare, self._on_error = prepare, on_error

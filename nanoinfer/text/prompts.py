@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from nanoinfer.errors import RequestError, check_names
-from nanoinfer.outputs import shown
+from nanoinfer.outputs import CompletionOutput, RequestOutput, shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
 from nanoinfer.text.arguments import Prompt
 from nanoinfer.text.refusals import Errors, for_each_params, report
@@ -38,6 +38,18 @@ class PreparedRequest:
     constraint: Any = None  # a CompiledConstraint: what else limits its tokens
     hidden_states_request: Any = None  # HiddenStatesRequest: what is wanted of its prompt's hidden states
     error: RequestError | None = None
+
+    def refusal(self, request_id: int) -> Any:
+        """Return the output of a request with an error, which every sample of it has."""
+        assert self.error is not None, "only what has an error is refused"
+        text, kind = str(self.error), self.error.kind
+        samples = [
+            CompletionOutput(sample, "", [], "error", error=text, error_kind=kind)
+            for sample in range(self.sampling_params.n)
+        ]
+        output = RequestOutput(request_id, self.prompt, prompt_token_ids=[], num_cached_tokens=0, outputs=samples)
+        states = self.hidden_states_request
+        return output if states is None else states.to_output(output, states)
 
 
 class EncodedPair(NamedTuple):
@@ -186,7 +198,7 @@ class PromptProcessor:
                     try:
                         [encoded[index]] = tokenizer.encode([text], add_special_tokens, max_tokens)
                     except RequestError as error:
-                        errors[index] = RequestError(f"prompt {index}: {error}")
+                        errors[index] = error.within(f"prompt {index}")
         return {
             index: encoded.get(index, []) if isinstance(prompt, str) else keep_last(prompt, max_tokens)
             for index, prompt in prompts.items()
@@ -235,8 +247,9 @@ class PromptProcessor:
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool) -> str:
         """Return the text of one token id or several. Raises RequestError for a wrong id, or without a tokenizer."""
         ids: list[Any] = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
-        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < self.vocab_size]:
-            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {self.vocab_size - 1}")
+        num_ids = max(self.vocab_size, self.tokenizer.num_ids if self.tokenizer else 0)  # some have more than the model
+        if wrong := [item for item in ids if not is_whole_number(item) or not 0 <= item < num_ids]:
+            raise RequestError(f"{wrong[0]!r} is no token id; ids are 0 to {num_ids - 1}")
         return self.require_tokenizer().decode([int(item) for item in ids], skip_special_tokens)
 
     def check_params(self, sampling_params: SamplingParams) -> SamplingParams:
@@ -268,20 +281,36 @@ class PromptProcessor:
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
         if not isinstance(token_ids, list):
-            kind = type(token_ids).__name__
+            kind, keys = type(token_ids).__name__, [*token_ids] if isinstance(token_ids, Mapping) else []
+            if len(keys) > 1 and (own := next((key for key in ("prompt_token_ids", "prompt") if key in keys), None)):
+                others = ", ".join(repr(key) for key in keys if key != own)
+                raise RequestError(
+                    f"{which} has {others} beside {own!r}, which is a whole prompt; leave {others} out", "not_a_prompt"
+                )
             raise RequestError(
                 f"{which} is a {kind}; give a string or a list of token ids, or {{'prompt': either}}, in place of "
-                f"{shown(token_ids):.200}"
+                f"{shown(token_ids):.200}",
+                "not_a_prompt",
             )
         if not token_ids:
-            raise RequestError(f"{which} is empty; give at least one token")
+            raise RequestError(f"{which} is empty; give at least one token", "empty_prompt")
         if {*map(type, token_ids)} != {int}:
             if wrong := [item for item in token_ids if not is_whole_number(item)]:
-                raise RequestError(f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone")
+                raise RequestError(
+                    f"{which} has {wrong[0]!r} among its token ids; give ints, or one text alone", "invalid_token_id"
+                )
             token_ids = [int(token_id) for token_id in token_ids]  # NumPy's, say
         if outside := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
-            limit = self.vocab_size - 1
-            raise RequestError(f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}")
+            limit, name = self.vocab_size - 1, self.tokenizer and self.tokenizer.name_of(outside[0])
+            if name:
+                raise RequestError(
+                    f"{which} has {name!r}, a token that the tokenizer has (id {outside[0]}) and the model has not: "
+                    f"its ids are 0 to {limit}; leave that text out",
+                    "invalid_token_id",
+                )
+            raise RequestError(
+                f"{which} has token id {outside[0]}, outside the vocabulary; ids are 0 to {limit}", "invalid_token_id"
+            )
         if len(token_ids) > self.longest_prompt:
             exceeds = "and with one more exceeds" if self.longest_prompt < self.max_model_len else "more than"
             remedy = f"raise {self._limit} if model and KV cache allow"
@@ -289,7 +318,8 @@ class PromptProcessor:
                 remedy += ", or have it cut by tokenization_kwargs={'truncate_prompt_tokens': -1}"
             raise RequestError(
                 f"{which} has {len(token_ids)} tokens, {exceeds} {self._limit}={self.max_model_len}; "
-                f"shorten it to {self.longest_prompt}, or {remedy}"
+                f"shorten it to {self.longest_prompt}, or {remedy}",
+                "prompt_too_long",
             )
         return token_ids
 
@@ -334,13 +364,15 @@ def find_bad_texts(texts: Mapping[int, str], max_characters: int) -> Errors:
         if len(text) > max_characters:
             errors[index] = RequestError(
                 f"prompt {index} has {len(text)} characters, and max_model_len tokens hold {max_characters} at most; "
-                "shorten it"
+                "shorten it",
+                "prompt_too_long",
             )
             continue
         try:
             text.encode()
         except UnicodeEncodeError:
             errors[index] = RequestError(
-                f"prompt {index} has a lone surrogate, which is no character: {shown(text)}; decode its bytes as UTF-8"
+                f"prompt {index} has a lone surrogate, which is no character: {shown(text)}; decode its bytes as UTF-8",
+                "not_unicode",
             )
     return errors

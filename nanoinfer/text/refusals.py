@@ -22,11 +22,8 @@ def check_on_error(on_error: Any) -> None:
         raise RequestError(f"on_error={on_error!r} is not known; use 'raise', or 'return' to get errors as outputs")
 
 
-def report(errors: Mapping[int, RequestError], count: int, on_error: OnError | None = "raise") -> None:
-    """Raise what is wrong with some of `count` prompts, or log it where it is returned in their places.
-
-    on_error: None for a call that does not know it.
-    """
+def report(errors: Mapping[int, RequestError], count: int, on_error: OnError = "raise") -> None:
+    """Raise what is wrong with some of `count` prompts, or log it where it is returned in their places."""
     if not errors:
         return
     found = [errors[index] for index in sorted(errors)]
@@ -38,8 +35,8 @@ def report(errors: Mapping[int, RequestError], count: int, on_error: OnError | N
     elif is_one:
         raise found[0]
     else:
-        remedy = "" if on_error is None else ", or let generate or chat answer the rest by on_error='return'"
-        raise RequestError(f"{len(found)} of {count} prompts cannot be served; mend them{remedy}:{named}")
+        remedy = "mend them, or let a call with on_error='return' answer the rest"
+        raise RequestError(f"{len(found)} of {count} prompts cannot be served; {remedy}:{named}")
 
 
 def for_each_params(
@@ -64,6 +61,6 @@ def for_each_params(
             results |= dict.fromkeys(indices, function(params[indices[0]]))
         except RequestError as error:
             for index in indices:
-                named = RequestError(f"prompt {index}: {error}") if is_named else error
-                errors.setdefault(index, named)
+                wrong = RequestError(str(error), "invalid_sampling_params")
+                errors.setdefault(index, wrong.within(f"prompt {index}") if is_named else wrong)
     return results

@@ -21,14 +21,13 @@ from nanoinfer.text.detokenizer import (
     find_byte_format,
     look_up_bytes,
 )
+from nanoinfer.text.tokenizer_class import PASSED_ON, load_by_class
 
 logger = logging.getLogger("nanoinfer")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # Nobody reads these lists, and making each takes as long as making the token ids.
 IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-# Not the tokenizer's failures. All else is, even where it is no Exception, as a panic of its Rust code.
-PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 NUM_COMPARED = 8  # texts
 BASE_MODULES = (
     "transformers.tokenization_utils_base",
@@ -47,13 +46,15 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self._encoding = threading.Lock()  # a tokenizer that is told to truncate must not be encoding meanwhile
         try:
-            self.hf: Any = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
+            self.hf: Any = load_by_class(folder)
         except PASSED_ON:
             raise
         except BaseException as error:
             for path in filter(is_lfs_pointer, (folder / name for name in TOKENIZER_FILES)):
                 raise ModelError(f"{path} {LFS_REMEDY}") from None
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
+        if getattr(self.hf, "chat_template", None) is None:  # multimodal checkpoints have had it in a file of its own
+            self.hf.chat_template = read_json(folder / "chat_template.json").get("chat_template")
         self._texts: dict[int, str] = {}  # of single tokens
         self._agrees: dict[bool, bool] = {}  # whether the backend says what `hf` says, by add_special_tokens
         backend: Any = getattr(self.hf, "backend_tokenizer", None)  # None for tokenizers written in Python
@@ -77,6 +78,15 @@ class Tokenizer:
     @cached_property
     def _special_tokens(self) -> dict[int, str]:
         return {token_id: str(token) for token_id, token in self.hf.added_tokens_decoder.items() if token.special}
+
+    @cached_property
+    def num_ids(self) -> int:
+        """Return the largest token id and one; it may be more than the model's vocabulary, or less."""
+        return max(self.hf.get_vocab().values(), default=-1) + 1
+
+    def name_of(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary writes it; None for an id that the tokenizer does not know."""
+        return self.hf.convert_ids_to_tokens(token_id) if 0 <= token_id < self.num_ids else None
 
     @cached_property
     def longest_token(self) -> int:
@@ -231,21 +241,6 @@ def keep_last(token_ids: list[int], max_tokens: int | None, num_first: int = 0) 
     return [*token_ids[:num_first], *token_ids[len(token_ids) - max_tokens + num_first :]]
 
 
-def _tokenizer_class(folder: Path) -> Any:
-    """Return the class that tokenizer_config.json names, if it reads tokenizer.json; AutoTokenizer for all others.
-
-    AutoTokenizer would find the same one, but it imports much of transformers first: up to nine seconds, where packages
-    like scikit-learn are installed.
-    """
-    import transformers  # slow to import, so only where text is wanted
-
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer.json").exists() else {}
-    name = settings.get("tokenizer_class")
-    if not isinstance(name, str) or "auto_map" in settings:  # which names code of the checkpoint's own
-        return transformers.AutoTokenizer
-    return getattr(transformers, name.removesuffix("Fast") + "Fast", None) or transformers.AutoTokenizer
-
-
 def find_tokenizer(config: EngineConfig, model_folder: Path) -> Path:
     """Return the folder of the tokenizer that the options name; else the model's own, which may lack one.
 
@@ -273,17 +268,21 @@ def _has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer | None:
     """Load the tokenizer in `folder`; None where there is none, and prompts must be token ids.
 
-    It is slow, because it imports transformers, and safe to call in a thread while another loads the weights. Raises
-    ModelError where the tokenizer cannot be loaded, or has more tokens than `vocab_size`, the model's.
+    It is slow, because it imports transformers, and safe to call in a thread while another loads the weights. A
+    tokenizer may have tokens that the model does not know, as a padding token that fine-tuning has added. vocab_size:
+    the model's; where the tokenizer has more even without those that were added, it may be another model's, and a
+    warning says so. Raises ModelError where the tokenizer cannot be loaded.
     """
     if not _has_tokenizer(folder):
         return None
     tokenizer = Tokenizer(folder)
-    num_tokens = len(tokenizer.hf)
-    if vocab_size is not None and num_tokens > vocab_size:
-        raise ModelError(
-            f"the tokenizer in {folder} has {num_tokens} tokens, and config.json vocab_size={vocab_size}; they are not "
-            "of one model: give the model's own tokenizer, or download both again"
+    if vocab_size is not None and tokenizer.hf.vocab_size > vocab_size:
+        logger.warning(
+            "the tokenizer in %s has %d tokens, and config.json vocab_size=%d; it may be another model's, and prompts "
+            "that contain its last tokens are refused",
+            folder,
+            tokenizer.num_ids,
+            vocab_size,
         )
     return tokenizer
 

@@ -179,6 +179,41 @@ def test_weights_in_fp8_are_read_as_a_byte_each_and_multiplied_at_their_own_rate
     assert without_products.prefill_seconds == compute_floor(TINY, workload, UNIT_RATES).prefill_seconds
 
 
+def test_what_a_checkpoint_leaves_in_16_bits_is_read_and_multiplied_so() -> None:
+    """The projections of attention: 2 bytes a value, at the rate of 16 bits."""
+    config = replace(TINY, quantization=Fp8Config(in_checkpoint=True, ignored=("self_attn",)))
+    attention, mlp = 16 + 16 + 8 + 8, 96
+    assert count_weights(config) == Weights(LAYERS, LM_HEAD, wide_dense=attention)
+    workload = Workload(seed=0, prompts=[[1, 2]], max_tokens=[2])
+    at_once = compute_floor(config, workload, replace(UNIT_RATES, matrix_rate=1e9, fp8_matrix_rate=2e9))
+    assert at_once.decode_matrix_seconds == mlp * 1 + (attention + LM_HEAD) * 2
+    multiplied = compute_floor(config, workload, replace(UNIT_RATES, bandwidth=1e9, fp8_matrix_rate=2))
+    assert multiplied.prefill_seconds == 2 * (mlp + 2 * attention) + 2 * LM_HEAD + 4 * 4 * 3
+    assert multiplied.decode_matrix_seconds == mlp + 2 * attention + 2 * LM_HEAD
+
+
+@pytest.mark.parametrize(("in_checkpoint", "num_wide"), [(False, 4 * 2 * 2), (True, 0)])
+def test_what_is_not_rounded_at_load_counts_as_16_bits(in_checkpoint: bool, num_wide: int) -> None:
+    """b and a of linear attention, 2 values each for 4 inputs; a checkpoint may have them in 8 bits."""
+    config = replace(ModelConfig.from_dict(HYBRID, REGISTRY), quantization=Fp8Config(in_checkpoint=in_checkpoint))
+    assert count_weights(config).wide_dense == num_wide
+
+
+def test_in_gpt_oss_only_experts_have_4_bits(tmp_path: Path) -> None:
+    """One token reads 24 layers of 4 experts of 3 x 2880 x 2880 values, attention and routers in 16 bits, the head."""
+    write_config("gpt-oss-20b", tmp_path)
+    config = ModelConfig.from_folder(tmp_path, REGISTRY)
+    attention, routers = 24 * 2880 * 2 * 64 * (64 + 8), 24 * 2880 * 32
+    weights = count_weights(config)
+    assert (weights.wide_dense, weights.wide_expert) == (weights.dense, 0) == (attention + routers, 0)
+    h200 = Rates(bandwidth=4.42e12, matrix_rate=790e12, bytes_per_value=2, method="given")
+    one = draw_workload(0, LOADS["cuda"]["small"][0], vocab_size=201088)
+    floor = compute_floor(config, one, h200)
+    num_bytes = 24 * 4 * 3 * 2880**2 * 4.25 / 8 + 2 * (attention + routers + 201088 * 2880)
+    assert floor.decode_matrix_seconds == pytest.approx(255 * num_bytes / 4.42e12)
+    assert one.num_output_tokens / floor.seconds == pytest.approx(1179, abs=1)
+
+
 def test_the_rate_of_fp8_is_measured_where_weights_have_it() -> None:
     assert measure_rates("cpu", replace(TINY, dtype="float32", quantization=FP8)).fp8_matrix_rate is None
     assert str(replace(UNIT_RATES, matrix_rate=8e14, fp8_matrix_rate=1.5e15)) == (

@@ -121,6 +121,24 @@ def cached_model(cache: Path, revision: str = "main", commit: str = COMMIT) -> P
     return snapshot
 
 
+@pytest.mark.parametrize(
+    ("model", "hub_id"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "'Qwen/Qwen3-0.6B'"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main?a=b", "'Qwen/Qwen3-0.6B'"),
+        ("http://www.huggingface.co/org/model#readme", "'org/model'"),
+        ("hf.co/org/model", "'org/model'"),
+        ("huggingface.co/org", "a hub id such as 'Qwen/Qwen3-0.6B', or a local folder"),
+        ("https://example.com/org/model", "a hub id such as 'Qwen/Qwen3-0.6B', or a local folder"),
+    ],
+)
+def test_an_address_is_refused_with_the_id_to_use(model: str, hub_id: str) -> None:
+    with pytest.raises(ModelError) as error:
+        resolve_model_folder(model, option="tokenizer")
+    assert str(error.value).startswith(f"tokenizer={model!r} is an address on the web; give ")
+    assert str(error.value).endswith(hub_id)
+
+
 @pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": NOBODY}])
 def test_a_cached_hub_id_is_found_offline_and_when_the_hub_cannot_be_reached(
     settings: dict[str, str], tmp_path: Path

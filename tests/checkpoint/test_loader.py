@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,11 +154,41 @@ def save_in_two_files(tensors: dict[str, Tensor], folder: Path) -> tuple[set[str
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_tied_head_is_the_embedding_whether_the_checkpoint_repeats_it_or_not(repeated: bool, tmp_path: Path) -> None:
-    tensors = checkpoint_tensors(head=repeated)
+    tensors = checkpoint_tensors()
+    if repeated:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    else:
+        del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     params = load(tmp_path, tiny_config(tie_word_embeddings=True))
     assert params["lm_head.weight"] is params["model.embed_tokens.weight"]
     assert torch.equal(params["lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_head_than_the_tied_embedding_is_used_as_in_transformers_5(
+    ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = checkpoint_tensors(vocab_size=100)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = tiny_config(tie_word_embeddings=True, vocab_size=100)
+    shares = [load(tmp_path, config, TensorParallel(rank, size=ranks)) for rank in range(ranks)]
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(torch.cat([share[name] for share in shares]), tensors[name])
+    assert caplog.messages[0] == (
+        f"config.json ties lm_head to the embedding, and {tmp_path} has another lm_head, which is used; set "
+        "tie_word_embeddings to false there"
+    )
+
+
+def test_a_tied_head_without_the_embedding_is_both(tmp_path: Path) -> None:
+    """safetensors' save_model keeps the first name of a tensor that has two."""
+    tensors = checkpoint_tensors()
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load(tmp_path, tiny_config(tie_word_embeddings=True))
+    assert params["lm_head.weight"] is params["model.embed_tokens.weight"]
+    assert torch.equal(params["lm_head.weight"], tensors["lm_head.weight"])
 
 
 # --- what is refused ---
@@ -169,9 +200,9 @@ K_PROJ = "model.layers.0.self_attn.k_proj"
 @pytest.mark.parametrize(
     ("missing", "extra", "has_bias", "message"),
     [
-        ([f"{K_PROJ}.weight"], [], False, f"lacks weights for {QKV_PROJ}.weight (k); download the checkpoint again"),
+        ([f"{K_PROJ}.weight"], [], False, f"lacks weights for {K_PROJ}.weight; download the checkpoint again"),
         (["lm_head.weight"], [], False, "lacks weights for lm_head.weight; download the checkpoint again"),
-        ([], [], True, f"lacks weights for model.layers.0.self_attn.o_proj.bias, {QKV_PROJ}.bias (k), {QKV_PROJ}.bias"),
+        ([], [], True, f"lacks weights for {K_PROJ}.bias, model.layers.0.self_attn.o_proj.bias, {Q_PROJ[:-6]}bias, "),
         ([*checkpoint_tensors()][1:], [], False, "lm_head.weight, model.layers.0.input_layernorm.weight, "),
         ([*checkpoint_tensors()][1:], [], False, " and 5 more; "),
         ([], [f"{K_PROJ}.bias"], False, f"has weights that the model does not know: {K_PROJ}.bias"),
@@ -216,7 +247,7 @@ def test_a_file_or_a_tensor_that_the_index_names_but_is_not_there_is_named(tmp_p
     save_in_two_files(tensors, tmp_path)
     first = {name: tensor for name, tensor in [*tensors.items()][::2] if name != Q_PROJ}
     save_file(first, tmp_path / "model-00001-of-00002.safetensors")
-    assert_error(tmp_path, f"lacks weights for {QKV_PROJ}.weight (q)")
+    assert_error(tmp_path, f"lacks weights for {Q_PROJ}; download")
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     assert_error(tmp_path, "lacks model-00002-of-00002.safetensors, which its index names; download the checkpoint")
 
@@ -246,10 +277,99 @@ def test_pickled_weights_are_refused_with_the_reason_and_never_opened(
     assert_error(tmp_path, message)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    save_file(checkpoint_tensors(), tmp_path / "model.safetensors")
+def test_a_tensor_in_two_files_is_refused_with_their_names(tmp_path: Path) -> None:
+    save_file(checkpoint_tensors(), tmp_path / "model-00001-of-00002.safetensors")
     save_file({"model.norm.weight": torch.zeros(6)}, tmp_path / "other.safetensors")
-    assert_error(tmp_path, "has model.norm.weight in two of its files")
+    files = "model-00001-of-00002.safetensors, other.safetensors"
+    assert_error(tmp_path, f"has model.norm.weight in two of its files, {files}; remove the one that is not of this")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "consolidated.safetensors",
+        "adapter_model.safetensors",
+        "model.fp16.safetensors",
+        "model-00001-of-00001.safetensors",
+    ],
+)
+@pytest.mark.parametrize(
+    "index", [None, ["model.safetensors"], ["model-00001-of-00001.safetensors"], ["absent.safetensors"]]
+)
+def test_one_file_of_the_usual_name_is_read_alone(other: str, index: list[str] | None, tmp_path: Path) -> None:
+    """As in transformers, which looks for it first."""
+    tensors = checkpoint_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, tmp_path / other)
+    if index is not None:
+        weight_map = dict.fromkeys(tensors, index[0])
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(load(tmp_path)["lm_head.weight"], tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["model.fp16.safetensors", "weights.safetensors"])
+def test_a_single_file_of_another_name_is_read_and_not_what_lies_beside_it(name: str, tmp_path: Path) -> None:
+    tensors = checkpoint_tensors()
+    save_file(tensors, tmp_path / name)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert torch.equal(load(tmp_path)["lm_head.weight"], tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
+def test_files_that_hold_no_weights_of_the_model_are_named(name: str, tmp_path: Path) -> None:
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / name)
+    assert_error(tmp_path, f"{tmp_path} has no model.safetensors, and {name} is not read: ")
+
+
+# --- how missing tensors are called ---
+
+MIXTRAL = {
+    **SIZES,
+    "architectures": ["MixtralForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+OLD_NAMES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def mixtral_tensors(renamed: dict[str, str]) -> dict[str, Tensor]:
+    tensors = {name: tensor for name, tensor in checkpoint_tensors().items() if ".layers." not in name}
+    for layer in range(2):
+        for name, tensor in checkpoint_tensors().items():
+            path = name.replace(".0.", f".{layer}.")
+            if ".mlp." in name:
+                for expert in range(2):
+                    tensors[path.replace("mlp", f"mlp.experts.{expert}")] = tensor.clone()
+            elif "layers" in name and "_norm" not in name:
+                tensors[path] = tensor
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = torch.zeros(2, 6)
+    for theirs, ours in renamed.items():
+        tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("renamed", "missing"),
+    [
+        (OLD_NAMES, "model.layers.1.block_sparse_moe.experts.0.w3.weight"),
+        ({}, "model.layers.1.mlp.experts.0.up_proj.weight"),
+        ({"model.": "model.language_model."}, "model.language_model.layers.0.mlp.experts.1.down_proj.weight"),
+        ({"model.": "language_model.model."}, "language_model.model.layers.1.self_attn.v_proj.weight"),
+        ({"model.": ""}, "layers.1.self_attn.v_proj.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named_as_its_like_in_other_layers_and_experts(
+    renamed: dict[str, str], missing: str, tmp_path: Path
+) -> None:
+    tensors = mixtral_tensors(renamed)
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors")
+    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=16)
+    config = ModelConfig.from_dict(MIXTRAL, REGISTRY)
+    model = REGISTRY["MixtralForCausalLM"](config, 4, backends, TensorParallel())
+    with pytest.raises(ModelError, match=re.escape(f"lacks weights for {missing}; download the checkpoint again")):
+        load_model(model, tmp_path)
 
 
 @pytest.mark.parametrize(

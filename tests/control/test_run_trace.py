@@ -280,7 +280,11 @@ function act(kind, x, y, more) {
   canvas.dispatchEvent(new Kind(kind, { ...place, bubbles: true, cancelable: true, ...more }));
 }
 const started = performance.now();
+const written = [], fillText = context.fillText.bind(context);
+context.fillText = (text, x, y) => { written.push({ x, y }); fillText(text, x, y); };
 draw();
+page.topLabels = panels.filter(panel => written.some(
+  ({ x, y }) => x === LEFT - 5 && y >= panel.y && y < panel.y + panel.height / 4)).length;
 page.drawMs = performance.now() - started;
 act("pointermove", LEFT + 40, rowsTop + 2);
 page.tip = tip.textContent;
@@ -338,6 +342,7 @@ def test_a_browser_shows_the_run(recorded: tuple, tmp_path: Path, dark: bool) ->
     assert "request 0: length\nprompt of 50 tokens, 0 found in the prefix cache\n30 tokens generated" in shown["tip"]
     assert re.search(r"\nstep \d+ at .*: (prefill|decode) of \d+ tokens\nrunning ", shown["tip"])
     assert float(shown["zoomed"]) < 0.2
+    assert shown["top-labels"] == "6", "the largest value of a panel is written at its top"
     assert (shown["all"], shown["tip-after"]) == ("true", "none")
     assert shown["tip-after-jump"] == "none", "what lay under the pointer is somewhere else now"
     assert (shown["dark"], shown["background"]) == (("true", "#15181c") if dark else ("false", "#ffffff"))

@@ -202,7 +202,9 @@ def test_a_checkpoint_in_8_bits_is_updated_by_weights_and_scales(
         llm.wake_up()
         llm.update_weights(dict(iterate_weights(folder)))
         assert generate(llm) == before
-        with pytest.raises(ModelError, match=r"_proj.weight' cannot be updated: it has torch.float32, and by its quan"):
+        with pytest.raises(
+            ModelError, match=r"_proj.weight' cannot be updated: the weight is in 32 bits .torch.float32., and"
+        ):
             llm.update_weights(dict(iterate_weights(wide)))
 
 
@@ -298,11 +300,40 @@ def test_of_an_iterable_what_came_before_the_mistake_stays(
     assert generate(llm) == expected[1]
 
 
-def test_tables_that_the_engine_computes_itself_and_a_tied_head_are_passed_over(pair: tuple[Path, Path]) -> None:
-    with LLM(pair[0], device="cpu", hf_overrides={"tie_word_embeddings": True}, load_format="dummy") as llm:
-        llm.update_weights(
-            {"lm_head.weight": torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}
-        )
+def test_tables_that_the_engine_computes_itself_are_passed_over(llm: LLM) -> None:
+    llm.update_weights({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tied_head_is_another_name_of_the_embedding(pair: tuple[Path, Path], num_ranks: int) -> None:
+    tensors = load_file(pair[0] / "model.safetensors")
+    new, other = torch.ones_like(tensors[EMBEDDING]), torch.zeros_like(tensors[EMBEDDING])
+    overrides = {"tie_word_embeddings": True}
+    with LLM(
+        pair[0],
+        device="cpu",
+        hf_overrides=overrides,
+        load_format="dummy",
+        tensor_parallel_size=num_ranks,
+        num_kvcache_blocks=4,
+    ) as llm:
+        runner = llm.engine.runner
+        weight = (runner if num_ranks == 1 else runner._runner).model.model.embed_tokens.weight
+        for update in ({HEAD: new}, {EMBEDDING: other}, {HEAD: new, EMBEDDING: new}, {EMBEDDING: other, HEAD: other}):
+            llm.update_weights(update)
+            assert weight.eq(next(iter(update.values()))[0, 0]).all()
+        for first, second in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
+            for pairs in ({first: new, second: other}, iter([(first, new), (second, other)])):
+                message = (
+                    f"'{second}' cannot be updated: it differs from {first}, and config.json ties one to the other"
+                )
+                with pytest.raises(ModelError, match=message):
+                    llm.update_weights(pairs)
+        with pytest.raises(ModelError, match=r"'lm_head.weight' cannot be updated: it has shape \(3,\)"):
+            llm.update_weights({HEAD: torch.zeros(3)})
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 # --- sleep ---

@@ -133,6 +133,16 @@ def test_a_config_of_gemma_3_1b_is_read_in_both_spellings() -> None:
     assert read(written) == config
 
 
+def test_the_base_of_both_kinds_of_layers_in_one_field_is_read() -> None:
+    """GPTQModel writes it into the sets of transformers 5; it counts where a set has no base of its own."""
+    bases = {"global": 1e6, "local": 1e4}
+    sets = Gemma3TextConfig(**OF_1B).to_dict()["rope_parameters"]
+    assert read({**OF_1B, "rope_parameters": {**sets, "rope_type": "default", "rope_theta": bases}}) == read(OF_1B)
+    assert read({**OF_1B, "rope_parameters": sets, "rope_theta": {"global": 7.0, "local": 7.0}}) == read(OF_1B)
+    config = read({**OF_1B, "rope_theta": {"global": 5e6, "local": 5e4}})
+    assert (config.rope, config.local_rope) == (RopeConfig("default", 5e6, {}), RopeConfig("default", 5e4, {}))
+
+
 def test_rope_scaling_is_that_of_full_attention_and_does_not_stretch_the_context_again() -> None:
     """As in the larger models: 131,072 positions are what their linear scaling makes of an eighth of them."""
     linear = {"rope_type": "linear", "factor": 8.0}
@@ -179,6 +189,7 @@ def test_which_layers_have_a_window(entry: dict[str, Any], windows: tuple[int | 
             {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
             "it must have a set for each of ('full_attention'",
         ),
+        ({"rope_theta": {"global": 1e6}}, "local=None; it must be a positive number"),
         ({"rope_parameters": {"sliding_attention": 5}}, "config.json has rope_parameters=5; one set of numbers"),
         ({"rope_parameters": {"sliding_attention": {"factor": 8.0}}}, "and no rope_type; say of which type"),
         (

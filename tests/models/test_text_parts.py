@@ -13,6 +13,7 @@ from nanoinfer import LLM, ModelError
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.models import REGISTRY
 from tests.models.test_architectures import GREEDY, draw_prompts, generate
+from tests.quantization.test_checkpoints import OF_TRANSFORMERS, write_pair
 
 TEXT = {
     "vocab_size": 256,
@@ -97,6 +98,22 @@ def test_greedy_tokens_of_the_text_part_equal_those_of_transformers(tmp_path: Pa
     if older:
         rename(tmp_path / "model" / "model.safetensors", older)
         assert generate(tmp_path / "model", prompts, max_model_len=112) == expected
+
+
+def test_ministral_3_in_fp8_gives_the_tokens_of_its_weights_in_float32(tmp_path: Path) -> None:
+    """Its list of what stays in 16 bits has the names of transformers 5, its file those of version 4."""
+    architecture, fields, older = MODELS["Ministral 3"]
+    model_class = getattr(transformers, architecture)
+    model_class(model_class.config_class(**fields, tie_word_embeddings=False)).save_pretrained(tmp_path / "plain")
+    if "model.language_model.norm.weight" in load_file(tmp_path / "plain" / "model.safetensors"):
+        rename(tmp_path / "plain" / "model.safetensors", older)
+    kept = ["model.vision_tower", "model.multi_modal_projector", "lm_head", "model.language_model.layers.1.mlp"]
+    config = OF_TRANSFORMERS | {"modules_to_not_convert": kept}
+    keep = ("vision_tower", "multi_modal", "language_model.model.layers.1.mlp")
+    fp8, wide = write_pair(tmp_path / "plain", tmp_path, config, keep)
+    assert "language_model.model.layers.1.self_attn.q_proj.activation_scale" in load_file(fp8 / "model.safetensors")
+    prompts = draw_prompts(0, (1, 30, 90))
+    assert generate(fp8, prompts, max_model_len=112) == generate(wide, prompts, max_model_len=112)
 
 
 def rename(path: Path, prefixes: dict[str, str]) -> None:

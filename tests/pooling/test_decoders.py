@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import transformers
 from safetensors.torch import save_file
 
 from nanoinfer import LLM, ConfigError, ModelError, PoolingParams, RequestError, SamplingParams
-from nanoinfer.checkpoint.pooling_config import HeadConfig, read_pooling
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.pooling_config import ACTIVATIONS, HeadConfig, read_pooling
+from nanoinfer.models import SUPPORTED
+from nanoinfer.pooling.dense import DenseLayer
+from nanoinfer.pooling_calls.calls import activate
 from tests.models.test_architectures import (
     ARCHITECTURES,
     HYBRIDS,
@@ -30,6 +35,8 @@ PROMPTS = draw_prompts(0, (90, 63, 29, 1, 16, 40, 17, 49))
 PROMPTS += [[*PROMPTS[0][:40], 7], [*PROMPTS[0][:40], 9, 9]]
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 100, "kvcache_block_size": 16}
 CHUNKED: dict[str, Any] = {**SMALL, "max_num_batched_tokens": 48, "max_num_seqs": 3}
+PACKAGE = "sentence_transformers.models"
+OWN = "config_sentence_transformers.json"
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
 CLASSIFIERS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Gemma3Text")
 
@@ -56,7 +63,12 @@ def normalized(vector: torch.Tensor) -> torch.Tensor:
 def write_modules(folder: Path, *modules: str, **configs: dict[str, Any]) -> None:
     """Write the files of sentence-transformers: a module of each of these classes, with its config."""
     listed = [
-        {"idx": index, "name": str(index), "path": f"{index}_{kind}" if index else "", "type": f"some.models.{kind}"}
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for index, kind in enumerate(("Transformer", *modules))
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
@@ -161,6 +173,28 @@ def test_a_dense_layer_follows_pooling_and_cuts_come_before_the_norm(checkpoint:
         assert_close(ours, theirs)
 
 
+def test_a_folder_that_cuts_embeddings_cuts_them_once_they_are_normalised(checkpoint: Checkpoint) -> None:
+    """As sentence-transformers' `truncate_dim`; what a call asks for is normalised after the cut, as in vLLM."""
+    folder = checkpoint("Qwen3ForCausalLM", 1)
+    write_modules(folder, "Pooling", "Normalize", Pooling={"pooling_mode": "lasttoken"})
+    (folder / OWN).write_text(json.dumps({"truncate_dim": 5}))
+    last = [states[-1] for states in reference_states(folder, PROMPTS[:3])]
+    with LLM(folder, **SMALL) as llm:
+        cut = embeddings(llm, PROMPTS[:3])
+        asked = embeddings(llm, PROMPTS[:3], PoolingParams(dimensions=5))
+        renormalized = embeddings(llm, PROMPTS[:3], PoolingParams(use_activation=True))
+        raw = embeddings(llm, PROMPTS[:3], PoolingParams(use_activation=False))
+        more = embeddings(llm, PROMPTS[:3], PoolingParams(dimensions=9))
+    assert_close(np.stack(cut), torch.stack([normalized(vector)[:5] for vector in last]))
+    for found in (asked, renormalized):
+        assert_close(np.stack(found), torch.stack([normalized(vector[:5]) for vector in last]))
+    assert_close(np.stack(raw), torch.stack([vector[:5] for vector in last]))
+    assert_close(np.stack(more), torch.stack([normalized(vector[:9]) for vector in last]))
+    (folder / OWN).write_text(json.dumps({"truncate_dim": 0}))
+    with pytest.raises(ModelError, match="truncate_dim=0; it must be a whole number"):
+        read_pooling(folder, None, 8, is_encoder=False)
+
+
 def test_a_checkpoint_without_a_head_and_without_its_prefix_loads(tmp_path: Path) -> None:
     """As AutoModel saves it, and as Qwen3-Embedding is published: the latter says that it generates, and cannot."""
     options = draw_options("Qwen3ForCausalLM", 0) | {"tie_word_embeddings": True}
@@ -191,7 +225,6 @@ def save_classifier(folder: Path, name: str, **options: Any) -> None:
 @torch.inference_mode()
 def reference_logits(folder: Path, architecture: str, prompts: list[list[int]]) -> list[torch.Tensor]:
     model = getattr(transformers, architecture).from_pretrained(folder, attn_implementation="eager").float().eval()
-    model.config.pad_token_id = None
     return [model(torch.tensor([ids])).logits[0] for ids in prompts]
 
 
@@ -218,6 +251,96 @@ def test_classes_have_the_probabilities_of_transformers(
     assert_close(np.stack([output.outputs.probs for output in outputs]), activate(torch.stack(logits)))
     assert_close(np.stack([output.outputs.probs for output in raw]), torch.stack(logits))
     assert [output.outputs.label for output in outputs] == [f"LABEL_{int(theirs.argmax())}" for theirs in logits]
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("pad_token_id", [5, None])
+def test_a_classifier_reads_the_last_token_that_is_no_padding(
+    tmp_path: Path, family: str, pad_token_id: int | None
+) -> None:
+    architecture = f"{family}ForSequenceClassification"
+    save_classifier(tmp_path, architecture, num_labels=3, pad_token_id=pad_token_id)
+    prompts = [[7, 8, 9, 5, 5], [5, 7, 5, 8], [5, 5, 5], [5], [*PROMPTS[0][:60], *[5] * 20], [7, 8, 9]]
+    logits = reference_logits(tmp_path, architecture, prompts)
+    with LLM(tmp_path, **CHUNKED) as llm:
+        outputs = llm.classify(prompts, PoolingParams(use_activation=False), use_tqdm=False)
+    assert_close(np.stack([output.outputs.probs for output in outputs]), torch.stack(logits))
+
+
+def test_the_padding_of_a_classifier_is_transformers_own_where_the_config_has_none(tmp_path: Path) -> None:
+    save_classifier(tmp_path, "Gemma3TextForSequenceClassification", num_labels=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for given, expected in ({}, 0), ({"pad_token_id": None}, None), ({"pad_token_id": 7}, 7):
+        (tmp_path / "config.json").write_text(
+            json.dumps({name: value for name, value in config.items() if name != "pad_token_id"} | given)
+        )
+        found = ModelConfig.from_folder(tmp_path, SUPPORTED)
+        assert found.pooling is not None
+        assert found.pooling.pad_token_id == expected
+        assert transformers.AutoConfig.from_pretrained(tmp_path).pad_token_id == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "num_labels", "expected"),
+    [
+        ({"activation_fn": "torch.nn.modules.linear.Identity"}, {}, 1, torch.nn.Identity()),
+        ({"activation_fn": "torch.nn.modules.activation.Tanh"}, {}, 3, torch.nn.Tanh()),
+        ({"activation_fn": "torch.nn.modules.activation.Tanh"}, {"activation_fn": "torch.nn.Sigmoid"}, 3, torch.tanh),
+        ({}, {"activation_fn": "torch.nn.modules.activation.Sigmoid"}, 3, torch.sigmoid),
+        ({"model_type": "CrossEncoder", "activation_fn": None}, {}, 3, torch.nn.Identity()),
+        ({"model_type": "CrossEncoder"}, {}, 1, torch.sigmoid),
+        ({}, {}, 3, torch.nn.Softmax(-1)),
+    ],
+)
+def test_a_cross_encoder_applies_what_the_newest_file_of_sentence_transformers_names(
+    tmp_path: Path, own: dict[str, Any], config: dict[str, Any], num_labels: int, expected: Any
+) -> None:
+    """Version 6 has it in config_sentence_transformers.json, 4 and 5 in config.json under "sentence_transformers"."""
+    architecture = "Qwen3ForSequenceClassification"
+    save_classifier(tmp_path, architecture, num_labels=num_labels)
+    logits = torch.stack(reference_logits(tmp_path, architecture, PROMPTS[:3]))
+    (tmp_path / OWN).write_text(json.dumps(own))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "sentence_transformers": config}))
+    with LLM(tmp_path, **SMALL) as llm:
+        outputs = llm.classify(PROMPTS[:3], use_tqdm=False)
+    assert_close(np.stack([output.outputs.probs for output in outputs]), expected(logits))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_that_is_accepted_can_be_computed(name: str) -> None:
+    logits = torch.tensor([[-2.0, 0.5], [1.0, 3.0]])
+    layer = torch.nn.Softmax(-1) if name == "Softmax" else getattr(torch.nn, name)()
+    assert_close(activate(logits.numpy(), name), layer(logits))
+    assert_close(DenseLayer(torch.eye(2), None, name)(logits), layer(logits))
+
+
+@pytest.mark.parametrize("name", ["torch.nn.modules.activation.PReLU", "my_package.Sigmoid", "Sigmoid"])
+def test_other_activations_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / OWN).write_text(json.dumps({"activation_fn": name}))
+    with pytest.raises(ModelError, match=rf"sentence_transformers.json has the activation '{name}'; supported are"):
+        read_pooling(tmp_path, HeadConfig("sequence", ("LABEL_0",)), 8, is_encoder=False)
+
+
+def test_a_cross_encoder_may_be_made_of_modules_whose_last_gives_scores(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("Qwen3ForCausalLM", 1)
+    size = json.loads((folder / "config.json").read_text())["hidden_size"]
+    dense = {"in_features": size, "out_features": 1, "activation_function": "torch.nn.Identity", "bias": False}
+    write_modules(
+        folder,
+        "Pooling",
+        "Dense",
+        Pooling={"pooling_mode": "lasttoken"},
+        Dense={**dense, "module_output_name": "scores"},
+    )
+    weight = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
+    save_file({"linear.weight": weight}, folder / "2_Dense" / "model.safetensors")
+    logits = torch.stack([states[-1] @ weight[0] for states in reference_states(folder, PROMPTS[:3])])
+    with LLM(folder, **SMALL) as llm:
+        outputs = llm.classify(PROMPTS[:3], use_tqdm=False)
+        rewards = llm.reward(PROMPTS[:3], use_tqdm=False)
+    assert_close(np.stack([output.outputs.probs[0] for output in outputs]), logits.sigmoid())
+    assert_close(np.float32([output.reward for output in rewards]), logits)
 
 
 def test_labels_are_those_of_the_config(tmp_path: Path) -> None:
@@ -351,9 +474,17 @@ def test_decoders_that_look_both_ways_are_refused(checkpoint: Checkpoint, entry:
     [
         (["Pooling"], {"Pooling": {"pooling_mode_max_tokens": True}}, r"pools by \['max'\]; supported is one of"),
         (["Pooling"], {"Pooling": {"pooling_mode": ["cls", "mean"]}}, r"pools by \['cls', 'mean'\]"),
-        (["Normalize", "Dense"], {}, "a Dense after Normalize"),
-        (["Dense"], {"Dense": {"in_features": 3, "out_features": 2}}, "supported is a dense layer of 8 inputs"),
+        (["Pooling", "Normalize", "Dense"], {}, "a Dense after Normalize"),
+        (
+            ["Pooling", "Dense"],
+            {"Dense": {"in_features": 3, "out_features": 2}},
+            "supported is a dense layer of 8 inputs",
+        ),
         (["WordWeights"], {}, "has the module 'WordWeights'"),
+        (["Normalize", "Pooling"], {}, "a Normalize of sentence_embedding in this place"),
+        (["Pooling", "Normalize"], {"Normalize": {"module_input_name": "token_embeddings"}}, "of token_embeddings in"),
+        (["Pooling", "Pooling"], {}, "has the module 'Pooling' in this place"),
+        (["Dropout"], {}, "has no Pooling"),
     ],
 )
 def test_modules_that_are_not_supported_are_refused(
@@ -361,6 +492,31 @@ def test_modules_that_are_not_supported_are_refused(
 ) -> None:
     write_modules(tmp_path, *modules, **configs)
     with pytest.raises(ModelError, match=message):
+        read_pooling(tmp_path, None, 8, is_encoder=False)
+
+
+@pytest.mark.parametrize(
+    ("transformer", "message"),
+    [
+        ({"transformer_task": "fill-mask"}, "has 'fill-mask' with output None, which is not supported"),
+        ({"modality_config": {"text": {"method_output_name": "pooler_output"}}}, "with output 'pooler_output'"),
+        ({"processing_kwargs": {"text": {"add_special_tokens": False}}}, "processing_kwargs with add_special_tokens"),
+        ({"processing_kwargs": {"text": {"padding": "longest"}, "common": {"return_tensors": "pt"}}}, None),
+        ({"transformer_task": "feature-extraction", "max_seq_length": 7}, None),
+    ],
+)
+def test_other_ways_to_read_a_text_are_refused(
+    tmp_path: Path, transformer: dict[str, Any], message: str | None
+) -> None:
+    write_modules(tmp_path, "Pooling", "Dropout")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(transformer))
+    with pytest.raises(ModelError, match=message) if message else nullcontext():
+        assert read_pooling(tmp_path, None, 8, is_encoder=False).max_tokens == transformer.get("max_seq_length")
+
+
+def test_modules_of_other_packages_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "my_code.Transformer"}]')
+    with pytest.raises(ModelError, match=r"has the module 'my_code.Transformer' of a package of its own"):
         read_pooling(tmp_path, None, 8, is_encoder=False)
 
 

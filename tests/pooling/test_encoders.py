@@ -1,6 +1,8 @@
 """Encoders against transformers, for random small models in float32 on a CPU."""
 
+import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,7 +164,7 @@ def test_two_ranks_give_the_embeddings_of_one(encoder: Callable[[str], Path], fa
     assert_close(*found)
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, **entries: Any) -> None:
     """Write a tokenizer of words, which marks the two texts of a pair as BERT's does."""
     words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "red", "green", "blue", "what", "is", "sky", "the"]
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -175,7 +177,7 @@ def write_tokenizer(folder: Path) -> None:
     special = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    config |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"], **entries}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -200,6 +202,60 @@ def test_cross_encoders_take_pairs_whose_texts_they_tell_apart(tmp_path: Path) -
     assert_close(np.float32([output.reward for output in outputs]), torch.cat((logits, alone)))
     assert_close(probs.outputs.probs, logits[:1].sigmoid())
     assert cut.prompt_token_ids == tokenizer(*PAIRS[0], truncation=True, max_length=7)["input_ids"]
+
+
+def test_a_cross_encoders_prompt_begins_the_first_text_and_its_tokenizer_says_how_long_pairs_are(
+    tmp_path: Path,
+) -> None:
+    save_encoder(tmp_path, "BertForSequenceClassification", num_labels=1)
+    write_tokenizer(tmp_path, model_max_length=7)
+    own = {"prompts": {"q": "blue ", "none": ""}, "default_prompt_name": "q"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(own))
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **named}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(tmp_path, **ENCODERS) as llm:
+        for first, options in ("blue red", {}), ("red", {"prompt_name": "none"}):
+            [output] = llm.classify([("red", "green")], use_tqdm=False, **options)
+            [reward] = llm.reward([("red", "green")], use_tqdm=False, **options)
+            [later] = asyncio.run(llm.aclassify([("red", "green")], **options))
+            ids = tokenizer(first, "green")["input_ids"]
+            assert output.prompt_token_ids == reward.prompt_token_ids == later.prompt_token_ids == ids
+        with pytest.raises(RequestError, match="prompt 0 has 12 tokens, more than max_seq_length=7"):
+            llm.classify([("red", "the " * 7)], use_tqdm=False)
+        with pytest.raises(RequestError, match="prompt_name='p' is not one of the prompts"):
+            llm.classify([("red", "green")], prompt_name="p")
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls"])
+def test_prompts_that_are_not_to_be_pooled_are_refused(
+    encoder: Callable[[str], Path], tmp_path: Path, mode: str
+) -> None:
+    shutil.copytree(encoder("Bert"), tmp_path, dirs_exist_ok=True)
+    write_tokenizer(tmp_path)
+    write_modules(tmp_path, "Pooling", Pooling={"pooling_mode": mode, "include_prompt": False})
+    own = {"prompts": {"query": "what "}}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(own))
+    with LLM(tmp_path, **ENCODERS) as llm:
+        assert len(llm.embed("sky", use_tqdm=False)) == 1
+        with pytest.raises(RequestError, match=r"prompt_name='query': .* leaves prompts out of what it pools"):
+            llm.embed("sky", prompt_name="query")
+
+
+def test_texts_that_a_folder_writes_out_by_its_chat_template_are_given_as_token_ids(
+    encoder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(encoder("Bert"), tmp_path, dirs_exist_ok=True)
+    write_tokenizer(tmp_path)
+    write_modules(tmp_path, "Pooling")
+    method = {"method": "forward", "method_output_name": "last_hidden_state"}
+    transformer = {"modality_config": {"text": method, "message": {**method, "format": "flat"}}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(transformer))
+    with LLM(tmp_path, **ENCODERS) as llm:
+        assert len(llm.embed([4, 5], use_tqdm=False)) == 1
+        with pytest.raises(RequestError, match=r"has texts written out by the chat template \(modality_config\)"):
+            llm.embed("sky")
 
 
 def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
 from nanoinfer.engine.extras.hidden_states_request import ChunkStates
-from nanoinfer.outputs import refused
+from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.pooling_calls import hidden_states as module
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
@@ -153,7 +153,7 @@ def test_states_are_held_once_when_their_output_is_made() -> None:
     states = request.hidden_states_request
     for start in (0, 1):
         states.add(ChunkStates(0, 0, start, torch.full((1, 4), float(start))))
-    output = states.to_output(refused(0, None, 1, ""), states)
+    output = states.to_output(RequestOutput(0, None, [], 0, [CompletionOutput(0, "", [], "stop")]), states)
     assert output.hidden_states[0][:, 0].tolist() == [0, 1]
     assert states.found == {}
 

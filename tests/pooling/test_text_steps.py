@@ -132,10 +132,28 @@ def test_texts_whose_values_are_nan_are_named(encoder: Callable[[str], Path], ca
         assert caplog.text.count(f"request {request_id}: the model's values are NaN or infinite") == 1
 
 
+def test_texts_that_cannot_be_served_come_back_in_the_places_of_the_others(
+    encoder: Callable[[str], Path], packed: list[int]
+) -> None:
+    given: list[Any] = [[], *PROMPTS[:3], [5] * 97, *PROMPTS[3:], [128]]
+    with LLM(encoder("Bert"), **ENCODERS) as llm:
+        expected = llm.embed(PROMPTS, use_tqdm=False)
+        outputs = llm.embed(given, use_tqdm=False, on_error="return")
+        assert sum(packed) == 2 * len(PROMPTS)
+        assert llm.engine.is_finished()
+        [nothing] = llm.embed([[]], use_tqdm=False, on_error="return")
+    kinds = {0: "empty_prompt", 4: "prompt_too_long", len(given) - 1: "invalid_token_id"}
+    assert {index: output.error_kind for index, output in enumerate(outputs) if output.error} == kinds
+    assert is_close([outputs[index] for index in range(len(given)) if index not in kinds], expected)
+    assert all(np.isnan(outputs[index].embedding).all() for index in kinds)
+    assert len({output.request_id for output in outputs}) == len(given)
+    assert nothing.error_kind == "empty_prompt"
+
+
 def test_small_scores_are_accurate_and_nan_stays_silent() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scores = activate(np.float32([-30, 0, 100, np.nan]), "sigmoid")
+        scores = activate(np.float32([-30, 0, 100, np.nan]), "Sigmoid")
     assert scores[:3] == pytest.approx([9.357623e-14, 0.5, 1], rel=1e-5)
     assert np.isnan(scores[3])
 

@@ -63,8 +63,37 @@ def compressed_tensors(weights: str, inputs: str, **changes: Any) -> dict[str, A
 
 
 STATIC = FP8_DYNAMIC | {"activation_scheme": "static", "ignored_layers": ["lm_head", "mlp.gate"]}
+# As transformers 5 writes it, and Ministral 3 and Devstral 2 have it.
+OF_TRANSFORMERS = {
+    "activation_scheme": "static",
+    "dequantize": False,
+    "expert_dtype": "fp8",
+    "modules_to_convert": None,
+    "modules_to_not_convert": ["lm_head", "mlp.gate"],
+    "quant_method": "fp8",
+    "scale_fmt": "float",
+    "weight_block_size": None,
+}
+MODELOPT = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+    "quant_algo": "FP8",
+    "quant_method": "modelopt",
+}
 FORMATS = {
     "blocks": BLOCKS,
+    "blocks of transformers 5": OF_TRANSFORMERS | {"weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "static tensors of transformers 5": OF_TRANSFORMERS,
+    "dynamic tensors of transformers 5": OF_TRANSFORMERS | {"activation_scheme": "dynamic"},
+    "modelopt": MODELOPT,
     "static tensors": STATIC,
     "dynamic tensors": STATIC | {"activation_scheme": "dynamic"},
     "compressed channels": compressed_tensors("channel", "token"),
@@ -83,9 +112,9 @@ def round_weight(name: str, weight: Tensor, config: dict[str, Any]) -> tuple[Ten
     """The tensors that a checkpoint has in place of a weight, and the weight that they stand for."""
     text, stem = json.dumps(config), name.removesuffix(".weight")
     rounded: Tensors
-    if "weight_block_size" in config or '"block"' in text:
+    scale_name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+    if config.get("weight_block_size") or '"block"' in text:
         values, scales = quantize_weight(weight, 128)
-        scale_name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
         rounded = {name: values, f"{stem}.{scale_name}": scales}
     elif '"channel"' in text:
         values, scales = quantize_weight(weight)
@@ -94,9 +123,10 @@ def round_weight(name: str, weight: Tensor, config: dict[str, Any]) -> tuple[Ten
     else:
         scale = weight.abs().max() / 448
         values, scales = (weight / scale).to(FP8), scale.expand(len(weight))
-        rounded = {name: values, f"{stem}.weight_scale": scale if "static" in text else scale.reshape(1)}
-    if "static" in text or '"strategy": "tensor", "dynamic": false}, "output' in text:
-        rounded[f"{stem}.input_scale"] = torch.tensor(0.05 + len(stem) % 3 / 100)
+        rounded = {name: values, f"{stem}.{scale_name}": scale if "static" in text else scale.reshape(1)}
+    if "static" in text or "modelopt" in text or '"strategy": "tensor", "dynamic": false}, "output' in text:
+        scale_name = "activation_scale" if "weight_block_size" in config else "input_scale"
+        rounded[f"{stem}.{scale_name}"] = torch.tensor(0.05 + len(stem) % 3 / 100)
     return rounded, dequantize_weight(values, scales)
 
 
@@ -206,6 +236,62 @@ def test_a_16_bit_checkpoint_is_rounded_while_it_is_loaded(
     ) == 1
 
 
+@pytest.mark.parametrize("name", ["static tensors of transformers 5", "modelopt"])
+def test_scales_of_packed_layers_lie_with_their_own_rows(
+    name: str, plain_folder: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """q, k and v have three scales, gate and up two; inputs have the largest."""
+    folder, wide = write_pair(plain_folder(False), tmp_path, FORMATS[name])
+    tensors = load_file(folder / "model.safetensors")
+    with LLM(folder, device="cpu", dtype="float32", max_model_len=32, num_kvcache_blocks=4) as llm:
+        layer = llm.engine.runner.model.model.layers[1]
+        wide_tensors, input_scale = load_file(wide / "model.safetensors"), INPUT_SCALES[name]
+        for module, path, parts in (
+            (layer.self_attn.qkv_proj, "model.layers.1.self_attn", ("q", "k", "v")),
+            (layer.mlp.gate_up_proj, "model.layers.1.mlp", ("gate", "up")),
+        ):
+            expected = torch.cat([wide_tensors[f"{path}.{part}_proj.weight"] for part in parts])
+            assert torch.equal(module.quant_method.wide_weight(module), expected)
+            input_scales = [tensors[f"{path}.{part}_proj.{input_scale}"] for part in parts]
+            assert module.largest_input_scale == max(input_scales)
+
+
+INPUT_SCALES = {"static tensors of transformers 5": "activation_scale", "modelopt": "input_scale"}
+
+
+def test_scales_may_have_either_name_and_those_of_experts_lie_in_one_tensor(
+    plain_folder: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """transformers 5 has the experts of a layer in one tensor, and so their scales; `update_weights` takes both."""
+    folder = write_pair(plain_folder(True), tmp_path, OF_TRANSFORMERS)[0]
+    expected, tensors = run(folder), load_file(folder / "model.safetensors")
+    other = {
+        name.replace("weight_scale_inv", "weight_scale").replace("activation_scale", "input_scale"): tensor
+        for name, tensor in tensors.items()
+    }
+    merged = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(SIZES["num_hidden_layers"]):
+        for projection, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            path = f"model.layers.{layer}.mlp.experts"
+            experts = range(EXPERTS["num_experts"])
+
+            def stacked(kind: str, path=path, parts=parts, experts=experts) -> list[Tensor]:
+                return [torch.stack([tensors[f"{path}.{i}.{part}.{kind}"] for i in experts]) for part in parts]
+
+            merged[f"{path}.{projection}"] = torch.cat([x.view(torch.uint8) for x in stacked("weight")], 1).view(FP8)
+            merged[f"{path}.{projection}_scale_inv"] = torch.stack(stacked("weight_scale_inv"), 1).unsqueeze(2)
+            merged[f"{path}.{projection}_activation_scale"] = torch.stack(stacked("activation_scale")).amax(0)
+    for content in (other, merged):
+        save_file(content, folder / "model.safetensors")
+        assert run(folder) == expected
+    with LLM(folder, device="cpu", dtype="float32", max_model_len=112) as llm:
+        llm.update_weights({name: torch.zeros_like(tensor) for name, tensor in merged.items() if "scale" in name})
+        for content in (other, merged, tensors):
+            llm.update_weights(content)
+            outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            assert [output.token_ids for output in outputs] == expected[0]
+
+
 @pytest.mark.parametrize("name", [None, "compressed channels", "static tensors"])
 def test_two_ranks_give_the_tokens_of_one(
     name: str | None, plain_folder: Callable[[bool], Path], tmp_path: Path
@@ -276,7 +362,7 @@ def test_a_missing_scale_is_named(plain_folder: Callable[[bool], Path], tmp_path
     tensors = load_file(fp8 / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
     save_file(tensors, fp8 / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks weights for model.layers.0.mlp.gate_up_proj.weight_scale_inv \(up\)"):
+    with pytest.raises(ModelError, match=r"lacks weights for model.layers.0.mlp.up_proj.weight_scale_inv; "):
         run(fp8)
 
 
@@ -320,6 +406,18 @@ GROUP = "config_groups/group_0"
         (BLOCKS, "activation_scheme", "none", "activation_scheme='none', which is not supported"),
         (BLOCKS, "activation_scheme", "static", "activation_scheme='static' with weight_block_size, which is not"),
         (BLOCKS, "scale_fmt", "ue8m0", "scale_fmt='ue8m0', which is not supported"),
+        (OF_TRANSFORMERS, "expert_dtype", "fp4", "expert_dtype='fp4', which is not supported"),
+        (OF_TRANSFORMERS, "modules_to_convert", ["embed_tokens"], "modules_to_convert=['embed_tokens'], which is not"),
+        (OF_TRANSFORMERS, "weight_block_size", [1, 128], "weight_block_size=[1, 128], which is not supported"),
+        (MODELOPT, "quant_algo", "NVFP4", "quant_algo='NVFP4', which is not supported; supported: 'FP8'"),
+        (MODELOPT, "quantized_layers", {"a": {}}, "quantized_layers={'a': {}}, which is not supported"),
+        (
+            CHANNELS,
+            "transform_config",
+            {"config_groups": {"R3": {"apply": [{"location": "q_attn"}]}}},
+            "transform_config.location='q_attn', which is not supported; supported: 'weight_input', 'weight_output'",
+        ),
+        (BLOCKS, "modules_to_not_convert", "lm_head", "modules_to_not_convert='lm_head'; it must be a list of names"),
         (BLOCKS, "modules_to_not_convert", [7], "modules_to_not_convert=[7]; it must be a list of names"),
         (CHANNELS, "format", "int-quantized", "format='int-quantized', which is not supported"),
         (CHANNELS, "config_groups", {}, "config_groups={}; one group for all linear layers is supported"),
@@ -361,9 +459,13 @@ def test_an_option_that_is_not_known_is_refused() -> None:
         LLM("anything", quantization="int3")
 
 
-def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too() -> None:
+def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too_and_have_another_name_for_it() -> None:
     assert read(BLOCKS, "fp8") == read(BLOCKS)
+    assert read(changed(CHANNELS, "format", "naive-quantized")) == read(CHANNELS)
     assert read(None) is None
+
+
+EXPERTS_OF_0 = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 @pytest.mark.parametrize(
@@ -377,6 +479,33 @@ def test_a_checkpoint_in_fp8_may_be_asked_for_fp8_too() -> None:
         ("MixtralForCausalLM", "re:.*block_sparse_moe.*", "model.layers.0.mlp.experts.down_proj", False),
         ("MixtralForCausalLM", "re:.*[.]w[123]", "model.layers.0.mlp.experts.gate_up_proj", False),
         ("Phi3ForCausalLM", "self_attn.qkv_proj", "model.layers.0.self_attn.qkv_proj", False),
+        # transformers 5 renames Mixtral's experts; either version may have written the list
+        ("MixtralForCausalLM", "re:.*mlp[.]experts[.]0[.](gate|up|down)_proj", EXPERTS_OF_0, False),
+        ("MixtralForCausalLM", "model.layers.0.mlp.experts", EXPERTS_OF_0, False),
+        ("MixtralForCausalLM", "model.layers.0.mlp.experts.gate_up_proj", EXPERTS_OF_0, False),
+        ("MixtralForCausalLM", "model.layers.0.block_sparse_moe", EXPERTS_OF_0, False),
+        ("MixtralForCausalLM", "model.layers.0.block_sparse_moe.gate", EXPERTS_OF_0, True),
+        ("MiniMaxM2ForCausalLM", "gate", EXPERTS_OF_0, True),
+        ("Glm4MoeForCausalLM", "re:.*mlp[.]shared_experts.*", "model.layers.1.mlp.shared_expert.down_proj", False),
+        ("Glm4MoeForCausalLM", "model.layers.1.mlp.shared_expert", "model.layers.1.mlp.shared_expert.down_proj", False),
+        # the text part of models that also see images
+        ("MistralForCausalLM", "model.language_model.layers.0.mlp", "model.layers.0.mlp.down_proj", False),
+        ("MistralForCausalLM", "language_model.model.layers.0.mlp", "model.layers.0.mlp.down_proj", False),
+        ("MistralForCausalLM", "language_model.model.layers.1.mlp", "model.layers.0.mlp.down_proj", True),
+        ("MistralForCausalLM", "re:model[.]language_model[.]layers[.]0", "model.layers.0.mlp.down_proj", False),
+        ("MistralForCausalLM", "model.vision_tower", "model.layers.0.mlp.down_proj", True),
+        ("Qwen3ForCausalLM", "re:layers[.]0[.]mlp", "model.layers.0.mlp.down_proj", False),
+        # a name of what the module lies in, a wildcard, and an expression as transformers reads it
+        ("Qwen3ForCausalLM", "self_attn", "model.layers.0.self_attn.qkv_proj", False),
+        ("Qwen3ForCausalLM", "model.layers.*.self_attn", "model.layers.10.self_attn.qkv_proj", False),
+        ("Qwen3ForCausalLM", "*self_attn*", "model.layers.0.self_attn.o_proj", False),
+        ("Qwen3ForCausalLM", "model.layers.1*", "model.layers.0.self_attn.o_proj", True),
+        ("Qwen3ForCausalLM", r"model\.layers\.[01]\.mlp", "model.layers.1.mlp.gate_up_proj", False),
+        ("Qwen3ForCausalLM", r"model\.layers\.[01]\.mlp", "model.layers.10.mlp.gate_up_proj", True),
+        ("Qwen3ForCausalLM", r"re:^(?!model\.layers).*", "model.layers.0.self_attn.o_proj", True),
+        ("MistralForCausalLM", "re:^(?!.*language_model).*", "model.layers.0.mlp.down_proj", True),
+        ("Qwen3ForCausalLM", r"re:.*layers\.(?!1)\d\.", "model.layers.0.self_attn.o_proj", False),
+        ("Qwen3ForCausalLM", "self_att", "model.layers.0.self_attn.qkv_proj", True),
     ],
 )
 def test_what_is_ignored_is_found_by_the_checkpoints_names(
@@ -392,3 +521,16 @@ def test_weights_of_one_product_cannot_be_treated_differently() -> None:
     assert config is not None
     with pytest.raises(ModelError, match=r"leaves model.layers.0.self_attn.k_proj in 16 bits and not"):
         config.covers("model.layers.0.self_attn.qkv_proj")
+
+
+def test_a_list_may_name_each_expert_as_either_transformers_does() -> None:
+    """Such lists are long: each layer is looked up in them, not compared with all their names."""
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+        for layer in range(0, 56, 2)
+        for expert in range(128)
+        for part in ("gate", "up", "down")
+    ]
+    config = read(compressed_tensors("channel", "token", ignore=names), architecture="MixtralForCausalLM")
+    assert config is not None
+    assert [config.covers(f"model.layers.{layer}.mlp.experts.down_proj") for layer in range(56)] == [False, True] * 28

@@ -254,7 +254,7 @@ def test_scalar_scales_are_spread_and_the_largest_scale_of_inputs_counts() -> No
 
 @pytest.mark.parametrize(
     ("in_checkpoint", "dtype", "message"),
-    [(True, torch.bfloat16, "has torch.bfloat16, and by its"), (False, FP8, "float8_e4m3fn, and by its quantization")],
+    [(True, torch.bfloat16, "16 bits .torch.bfloat16., and must be in 8"), (False, FP8, "8 bits, and must be in 16")],
 )
 def test_a_weight_of_another_type_than_the_config_says_is_refused(
     in_checkpoint: bool, dtype: torch.dtype, message: str

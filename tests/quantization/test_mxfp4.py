@@ -112,7 +112,7 @@ BLOCKS, SCALES = (f"model.layers.0.mlp.experts.gate_up_proj_{kind}" for kind in 
         (lambda x: x | {SCALES: x[SCALES][:, :, :2].contiguous()}, "shape"),
         (lambda x: x | {SCALES: x[SCALES].float()}, "it has torch.float32 and shape"),
         (lambda x: x | {SCALES: torch.full_like(x[SCALES], 129)}, "it has the scale 2**2; at most 2**1"),
-        (lambda x: {name: tensor for name, tensor in x.items() if name != SCALES}, "weight_scale"),
+        (lambda x: {name: tensor for name, tensor in x.items() if name != SCALES}, f"lacks weights for {SCALES}; "),
     ],
 )
 def test_damaged_tensors_are_refused_by_name(

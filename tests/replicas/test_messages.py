@@ -1,7 +1,6 @@
 """What goes through the pipe: what requests have in common goes once, and comes out as it was."""
 
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 from nanoinfer import tiny_model_path
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
-from nanoinfer.outputs import refused
+from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.replicas.replica_messages import (
     common_prefixes,
@@ -46,7 +45,7 @@ def test_the_texts_of_a_prompts_tokens_do_not_go_through_the_pipe() -> None:
     of_prompt = PromptLogprobs(len(token_ids), 0, lambda: made.append(1))  # type: ignore[arg-type, func-returns-value]
     values = np.zeros((len(token_ids) - 1, 1), np.float32)
     of_prompt.fill(1, np.ones(len(values), np.int32), np.array(token_ids[1:])[:, None], values)
-    output = replace(refused(0, None, 1, ""), prompt_logprobs=of_prompt)
+    output = RequestOutput(0, None, [], 0, [CompletionOutput(0, "", [], "stop")], prompt_logprobs=of_prompt)
     message = pickle.loads(pickle.dumps(pack_outputs([output])))
     queued = queued_requests([token_ids], [SamplingParams(prompt_logprobs=0)])
     [found] = unpack_outputs(message, queued, [0.0], tokenizer)

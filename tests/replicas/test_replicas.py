@@ -190,6 +190,11 @@ def test_what_cannot_be_served_is_refused_or_returned_in_its_place(two: LLM) -> 
         two.generate(["1", []], use_tqdm=False)
     first, second = two.generate(["1", []], SamplingParams(max_tokens=2), use_tqdm=False, on_error="return")
     assert (first.finish_reason, second.finish_reason, second.request_id) == ("length", "error", 1)
+    for outputs in (
+        two.score(["1", ""], ["7", "8"], use_tqdm=False, on_error="return"),
+        two.embed(["1", ""], use_tqdm=False, on_error="return"),
+    ):
+        assert [output.error_kind for output in outputs] == [None, "empty_prompt"]
     with pytest.raises(RequestError, match="regex"):
         two.generate("1", SamplingParams(structured_outputs=StructuredOutputsParams(regex="[")), use_tqdm=False)
 

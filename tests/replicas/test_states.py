@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from nanoinfer import LLM, PoolingParams, RequestError, SamplingParams, tiny_model_path
 from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRequest
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.outputs import refused
+from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.replicas.packed_states import keep_states, unpack_states
 from tests.pooling.test_decoders import assert_close, embeddings
@@ -162,7 +162,7 @@ def test_states_of_every_dtype_come_out_of_a_message_as_they_went_in(dtype: torc
     states.add(ChunkStates(0, 2, 0, values[:2].to(dtype)))
     states.add(ChunkStates(0, 2, 2, values[2:].to(dtype)))  # the second chunk
     states.add(ChunkStates(0, None, 0, values[:1]))
-    output = keep_states(refused(0, None, 1, ""), states)
+    output = keep_states(RequestOutput(0, None, [], 0, [CompletionOutput(0, "", [], "stop")]), states)
     found = unpack_states(pickle.loads(pickle.dumps(output.hidden_states, pickle.HIGHEST_PROTOCOL)))
     assert torch.equal(torch.cat([*found[2].values()]), values.to(dtype))
     assert torch.equal(found[None][0], values[:1])

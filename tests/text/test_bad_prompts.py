@@ -2,9 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
@@ -22,6 +23,11 @@ BAD: list[tuple[Any, str]] = [
         {"text": "a"},
         "is a dict; give a string or a list of token ids, or {'prompt': either}, in place of {'text': 'a'}",
     ),
+    (
+        {"prompt_token_ids": [1], "multi_modal_data": {"image": 1}},
+        "has 'multi_modal_data' beside 'prompt_token_ids', which is a whole prompt; leave 'multi_modal_data' out",
+    ),
+    ({"prompt": "a", "cache_salt": "b", "lora": 1}, "has 'cache_salt', 'lora' beside 'prompt', which is a whole"),
     ("", "is empty; give at least one token"),
     ([], "is empty; give at least one token"),
     ([1, NAN], "has nan among its token ids; give ints"),
@@ -30,6 +36,15 @@ BAD: list[tuple[Any, str]] = [
     ("1 " * 10_000, "has 20000 characters, and max_model_len tokens hold"),
     ("a\ud800", "has a lone surrogate, which is no character: 'a\\ud800'; decode its bytes as UTF-8"),
 ]
+
+
+KINDS = [
+    *["not_a_prompt"] * 7,
+    *["empty_prompt"] * 2,
+    *["invalid_token_id"] * 2,
+    *["prompt_too_long"] * 2,
+    "not_unicode",
+]  # of BAD
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +72,7 @@ def test_of_many_bad_prompts_the_first_ten_are_named_with_their_values_and_all_a
         llm.generate(column, SHORT, use_tqdm=False)
     first, *lines = str(error.value).splitlines()
     assert first == (
-        "20 of 200 prompts cannot be served; mend them, or let generate or chat answer the rest by on_error='return':"
+        "20 of 200 prompts cannot be served; mend them, or let a call with on_error='return' answer the rest:"
     )
     assert [line.split()[1] for line in lines[:-1]] == [str(index) for index in range(7, 107, 10)]
     assert [line.rpartition(" ")[2] for line in lines[:3]] == ["nan", "None", "3.5"]
@@ -193,9 +208,16 @@ def test_bad_conversations_come_back_in_their_places(llm: LLM) -> None:
 
 def test_an_on_error_that_is_not_known_is_refused(llm: LLM) -> None:
     for on_error in ("ignore", None, True):
-        for call, given in ((llm.generate, "a"), (llm.chat, [{"role": "user", "content": "a"}])):
+        options: dict[str, Any] = {"use_tqdm": False, "on_error": on_error}
+        calls: list[Callable[[], Any]] = [
+            lambda: llm.generate("a", SHORT, **options),  # noqa: B023
+            lambda: llm.chat([{"role": "user", "content": "a"}], SHORT, **options),  # noqa: B023
+            lambda: llm.score("a", "b", **options),  # noqa: B023
+            lambda: llm.embed("a", **options),  # noqa: B023
+        ]
+        for call in calls:
             with pytest.raises(RequestError, match=f"on_error={on_error!r} is not known; use 'raise', or 'return'"):
-                call(given, SHORT, use_tqdm=False, on_error=on_error)  # type: ignore[operator]
+                call()
 
 
 def test_asyncio_has_it_too(llm: LLM) -> None:
@@ -216,3 +238,64 @@ def test_scores_name_all_bad_pairs(llm: LLM) -> None:
     ):
         llm.score([NAN, "a", None], ["b"] * 3, use_tqdm=False)
     assert not math.isnan(llm.score("a", "b", use_tqdm=False)[0].total)
+
+
+def test_bad_pairs_come_back_in_their_places_too(llm: LLM) -> None:
+    prompts, completions = ["What is 2", *(prompt for prompt, _ in BAD), "Sort 3"], ["b"] * (len(BAD) + 2)
+    outputs = llm.score(prompts, completions, use_tqdm=False, on_error="return")
+    assert [outputs[0], outputs[-1]] == llm.score(["What is 2", "Sort 3"], ["b", "b"], use_tqdm=False)
+    for index, (output, (_, said), kind) in enumerate(zip(outputs[1:-1], BAD, KINDS, strict=True), 1):
+        assert (output.token_ids, output.logprobs, output.is_greedy, output.error_kind) == ([], [], False, kind)
+        assert (output.error or "").startswith(f"prompt {index} {said}")
+        assert math.isnan(output.total)
+    [first, second] = llm.score(["a", "a"], ["", "b"], use_tqdm=False, on_error="return")
+    assert (first.error, second.error) == ("completion 0 is empty; give at least one token", None)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_bad_texts_come_back_in_the_places_of_their_embeddings(llm: LLM, is_async: bool) -> None:
+    given = [*GOOD, *(prompt for prompt, _ in BAD), "Sort 3"]
+    if is_async:
+        outputs = asyncio.run(llm.aembed(given, on_error="return"))
+    else:
+        outputs = llm.embed(given, on_error="return", use_tqdm=False)
+    longest = KINDS.index("prompt_too_long")  # a prompt of 64 tokens fits where nothing is generated
+    kinds: list[str | None] = [*KINDS]
+    kinds[longest] = None
+    assert [output.error_kind for output in outputs] == [None, None, *kinds, None]
+    assert [output.prompt for output in outputs] == [text if isinstance(text, str) else None for text in given]
+    for output in outputs:
+        assert np.isnan(output.embedding).all() == (output.error is not None)
+        assert output.embedding.shape == outputs[0].embedding.shape
+    rows = outputs.to_dicts()
+    assert rows[2]["error"].startswith("prompt 2 is a float")
+    assert rows[2].keys() == rows[0].keys()
+
+
+def test_an_error_has_a_kind_that_is_the_same_whatever_the_prompt(llm: LLM) -> None:
+    given = [prompt for prompt, _ in BAD]
+    outputs = llm.generate(given, SHORT, use_tqdm=False, on_error="return")
+    assert [output.error_kind for output in outputs] == KINDS
+    for prompt, kind in zip(given, KINDS, strict=True):
+        with pytest.raises(RequestError) as error:
+            llm.generate(["a", prompt], SHORT, use_tqdm=False)
+        assert error.value.kind == kind
+    chats: list[Any] = [[], [{"role": "nobody", "content": "a"}], [{"role": "user", "content": "a"}]]
+    found = llm.chat(chats, SHORT, use_tqdm=False, on_error="return")
+    assert [output.error_kind for output in found] == ["invalid_messages", "invalid_messages", None]
+
+    def fail(token_ids: list[int], logits: Any) -> Any:
+        raise ValueError("no")
+
+    def spoil(token_ids: list[int], logits: Any) -> Any:
+        return logits * NAN
+
+    params = [
+        SamplingParams(logit_bias={5000: 1}),
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")),
+        SamplingParams(logits_processors=[fail]),
+        SamplingParams(logits_processors=[spoil]),
+    ]
+    outputs = llm.generate(["a"] * 4, params, use_tqdm=False, on_error="return")
+    kinds = ["invalid_sampling_params", "invalid_sampling_params", "logits_processor", "nan_logits"]
+    assert [output.error_kind for output in outputs] == kinds

@@ -2,12 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams, tiny_model_path
+from nanoinfer.text.chat import Template, render_chat
+from nanoinfer.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
 SUM = [{"role": "user", "content": "What is 312 + 48?"}]
@@ -85,9 +88,16 @@ def test_a_template_of_ones_own_replaces_the_tokenizers_and_may_know_other_roles
         ([["Hello"]], "message 0 of conversation 0 is 'Hello'; give a dict"),
         (
             [{"content": "Hello"}],
-            "message 0 of conversation 0 has role=None; give system, user, assistant, tool, or a chat_template",
+            "message 0 of conversation 0 has role=None; give system, user, assistant, tool",
         ),
-        ([*SUM, {"role": "usr", "content": "Hello"}], "message 1 of conversation 0 has role='usr'; give system"),
+        (
+            [*SUM, {"role": "usr", "content": "Hello"}],
+            "message 1 of conversation 0 has role='usr', which the chat template leaves out; give system, user, ",
+        ),
+        (
+            [*SUM, {"role": "assistant", "tool_calls": [{"function": "add"}]}],
+            "message 1 of conversation 0 has tool_calls=[{'function': 'add'}]; give a list of calls such as {'type'",
+        ),
         ([{"role": "user", "content": 3}], "message 0 of conversation 0 has content that is no text: 3; give a text"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
@@ -103,12 +113,158 @@ def test_a_malformed_conversation_is_refused_by_place_and_value(llm: LLM, messag
     assert llm.is_finished()
 
 
-def test_a_content_in_text_parts_is_one_text_to_any_template(llm: LLM) -> None:
-    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "312 + 48?"}]
-    assert chat(llm, [{"role": "user", "content": parts}])[0].text == "312 + 48 = 360"
-    only_strings = "{% for m in messages %}{{ m.content if m.content is string else '' }}{% endfor %}"
-    [output] = chat(llm, [{"role": "user", "content": parts}], chat_template=only_strings)
-    assert output.prompt == "What is 312 + 48?"
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"text": "two"}]}]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{{ messages[0].content }}", "one\ntwo"),  # it would write the list as Python does
+        ("{{ messages[0].content | trim }}", "one\ntwo"),
+        ("{{ messages[0].content if messages[0].content is string else '' }}", "one\ntwo"),
+        ("{{ '<' + messages[0].content + '>' }}", "<one\ntwo>"),
+        ("{% for part in messages[0].content if part.type == 'text' %}<{{ part.text }}>{% endfor %}", "<one><two>"),
+        (
+            "{% macro w(c) %}{% for part in c %}{{ part.text }}{% endfor %}{% endmacro %}{{ w(messages[0].content) }}",
+            "onetwo",
+        ),
+    ],
+)
+def test_a_content_in_parts_is_a_list_where_the_template_reads_lists_and_else_lines(
+    llm: LLM, template: str, prompt: str
+) -> None:
+    [output] = chat(llm, PARTS, chat_template=template)
+    assert output.prompt == prompt
+
+
+def test_whether_parts_are_read_is_found_for_each_role(llm: LLM) -> None:
+    template = (
+        "{{ messages[0].content | trim }}{% for m in messages[1:] %}|{% for part in m.content %}{{ part.text }}"
+        "{% endfor %}{% endfor %}"
+    )
+    conversation = [{**PARTS[0], "role": "system"}, *PARTS]
+    outputs = chat(llm, [conversation, conversation], chat_template=template)
+    assert [output.prompt for output in outputs] == ["one\ntwo|onetwo"] * 2
+
+
+WRITES_CALLS = {
+    "items": "{% for name, value in call.arguments | items %}{{ name }}={{ value | tojson }}{% endfor %}",
+    "tojson": "{{ call.arguments | tojson }}",
+    "whole": "{{ call | tojson }}",
+    "Qwen3": "{{ call.arguments if call.arguments is string else call.arguments | tojson }}",
+    "joined": "{{ '<' + call.arguments + '>' }}",
+    "printed": "{{ call.arguments }}",
+}
+ARGUMENTS = {
+    "items": 'a=1b="ü"',
+    "tojson": '{"a": 1, "b": "ü"}',
+    "whole": '{"name": "add", "arguments": {"a": 1, "b": "ü"}}',
+    "Qwen3": '{"a": 1, "b": "ü"}',
+    "joined": '<{"a": 1, "b": "ü"}>',
+    "printed": '{"a": 1, "b": "ü"}',
+}
+
+
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b": "ü"}', {"a": 1, "b": "ü"}])
+@pytest.mark.parametrize("kind", WRITES_CALLS)
+def test_the_arguments_of_tool_calls_are_what_the_template_writes_out(
+    llm: LLM, kind: str, arguments: object, content: str | None
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content + '|' }}{% for call in m.tool_calls or [] %}{% set call = call.function %}"
+        f"{{{{ call.name }}}}: {WRITES_CALLS[kind]}{{% endfor %}}{{% endfor %}}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [*SUM, {"role": "assistant", "content": content, "tool_calls": [call]}]
+    [output] = chat(llm, messages, chat_template=template)
+    assert output.prompt == f"{SUM[0]['content']}|{content or ''}|add: {ARGUMENTS[kind]}"
+    assert call["function"] == {"name": "add", "arguments": arguments}, "the user's messages stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"), [("", "{}"), (None, "{}"), ("{}", "{}"), ("[1]", "[1]"), ("1e2", "100.0")]
+)
+def test_arguments_that_are_no_object_stay_what_they_are(llm: LLM, arguments: str | None, written: str) -> None:
+    messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert chat(llm, messages, chat_template=template)[0].prompt == written
+
+
+def test_arguments_that_are_no_json_are_refused_by_place_and_function(llm: LLM) -> None:
+    messages = [*SUM, {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": '}}]}]
+    said = (
+        r"message 1 of conversation 0 calls 'add' with arguments that are no JSON \(Expecting value.*: '{\"a\": '; give"
+    )
+    with pytest.raises(RequestError, match=said):
+        chat(llm, messages)
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_tool_calls_are_none_to_any_template(llm: LLM, calls: list | None) -> None:
+    template = "{{ 'calls' if messages[0].tool_calls is defined else messages[0].content }}"
+    messages = [{"role": "assistant", "content": "Hello", "tool_calls": calls}]
+    assert chat(llm, messages, chat_template=template)[0].prompt == "Hello"
+
+
+def test_calls_that_a_template_writes_beside_a_null_content_alone_are_not_lost() -> None:
+    """As DeepSeek-V3's does, in versions of transformers that show templates a null."""
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        if messages[0]["content"] is not None:
+            return str(messages[0]["content"])
+        function = messages[0]["tool_calls"][0]["function"]
+        return str(function["name"] + ": " + function["arguments"])
+
+    call = {"function": {"name": "add", "arguments": '{"a":1}'}}
+    conversation = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert Template(render, any_role=False).render(conversation, 0) == 'add: {"a":1}'
+
+
+ROLES_OF_TEMPLATES = {
+    "any": "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}",
+    "developer": "{% for m in messages if m.role != 'ipython' %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    "user": "{% for m in messages if m.role == 'user' %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"), [("any", {"developer", "ipython"}), ("developer", {"developer"}), ("user", set())]
+)
+def test_a_role_that_the_models_own_template_writes_is_known(
+    llm: LLM, kind: str, known: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", ROLES_OF_TEMPLATES[kind])
+    for role in ("developer", "ipython"):
+        messages = [{"role": role, "content": [{"type": "text", "text": "Be kind."}]}, *SUM]
+        if role in known:
+            assert chat(llm, messages)[0].prompt == f"{role}: Be kind.\nuser: What is 312 + 48?\n"
+        else:
+            with pytest.raises(RequestError, match=f"role='{role}', which the chat template leaves out; give system"):
+                chat(llm, messages)
+
+
+@pytest.mark.parametrize(
+    "name", ["add_generation_prompt", "continue_final_message", "tools", "chat_template", "tokenize", "messages"]
+)
+def test_a_keyword_that_is_not_the_templates_is_refused_by_name(llm: LLM, name: str) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(llm, SUM, chat_template_kwargs={"enable_thinking": False, name: False})
+    own = name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template")
+    remedy = f"pass {name} to chat itself" if own else "leave it out"
+    assert str(error.value) == f"chat_template_kwargs has {name!r}, which is not the template's to read; {remedy}"
+
+
+def test_a_template_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old {{ messages[0].content }}"}))
+    assert Tokenizer(tmp_path).hf.chat_template == settings.pop("chat_template"), "the tokenizer's own comes first"
+    path.write_text(json.dumps(settings))
+    assert render_chat(Tokenizer(tmp_path), SUM) == "old What is 312 + 48?"
+    (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
+    assert render_chat(Tokenizer(tmp_path), SUM) == "new What is 312 + 48?"
 
 
 def test_what_the_template_refuses_is_a_request_error(llm: LLM) -> None:

@@ -84,6 +84,7 @@ def test_an_array_of_whole_numbers_is_one_prompt_and_one_of_two_dimensions_is_se
     assert as_list_of_prompts(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]  # type: ignore[arg-type]
     assert as_list_of_prompts(np.array(TEXTS)) == TEXTS  # type: ignore[arg-type]
     assert as_list_of_prompts([{"prompt_token_ids": np.array([1, 2])}, np.array([3])]) == [[1, 2], [3]]
+    assert as_list_of_prompts({"prompt": "a", "multi_modal_data": None}) == ["a"]
 
 
 class Series:

@@ -84,7 +84,7 @@ def test_an_error_names_every_prompt_that_is_wrong_also_those_of_later_portions(
             portions.take(wait=True)
     assert "prompt 7 is wrong\n  prompt 9 is wrong" in str(raised.value)
     with pytest.raises(RequestError, match=r"^prompt 7 is wrong$"):
-        Portions(requests_of, [7], on_error=None)
+        Portions(requests_of, [7])
 
 
 def test_prompts_that_are_wrong_may_come_back_with_their_error() -> None:
@@ -148,6 +148,11 @@ def test_chats_and_scores_come_in_portions_too(llm: LLM) -> None:
     each = [llm.score(prompt, answer, use_tqdm=False)[0] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     assert [score.token_ids for score in found] == [score.token_ids for score in each]
     assert [sum(score.logprobs) for score in found] == pytest.approx([sum(score.logprobs) for score in each], abs=1e-4)
+    assert llm.score(PROMPTS[0], answers[:3], use_tqdm=False) == llm.score(PROMPTS[:1] * 3, answers[:3], use_tqdm=False)
+    assert len(llm.score([5, 6], [[7], [8, 9]], use_tqdm=False)) == 2
+    for prompts, completions in (PROMPTS[:2], answers[:3]), (PROMPTS[:3], answers[:1]), (PROMPTS[0], []):
+        with pytest.raises(RequestError, match="give one for each, or one prompt for all"):
+            llm.score(prompts, completions, use_tqdm=False)
     with pytest.raises(RequestError, match=r"^completion 10 is empty"):
         llm.score(PROMPTS, [*answers[:10], []], use_tqdm=False)
 
@@ -158,7 +163,7 @@ def test_embeddings_come_in_the_order_of_the_texts_though_the_longest_are_read_f
     assert [output.prompt for output in found] == texts
     for output, text in zip(found, texts, strict=True):
         assert output.embedding == pytest.approx(llm.embed(text, use_tqdm=False)[0].embedding, abs=1e-4)
-    with pytest.raises(RequestError, match="2 of 11 prompts cannot be served; mend them:") as raised:
+    with pytest.raises(RequestError, match="2 of 11 prompts cannot be served; mend them, or let a call") as raised:
         llm.embed([*texts[:9], LONG, []], use_tqdm=False)
     assert "prompt 9 has 300 tokens" in str(raised.value)
     assert "prompt 10 is empty" in str(raised.value)

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from nanoinfer import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.batch.openai_format import response_body
+from nanoinfer.text.tokenizer import Tokenizer
 
 WORDS = ["▁the", "▁café", "▁was", "▁said", "▁but", "ing", "▁:", "▁;", "[I]", "[/I]", "▁▁", ",", ".", "!", "?", "the"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<end>"]
@@ -262,3 +263,20 @@ def test_whatever_class_is_named_ids_and_text_are_those_of_auto_tokenizer(
             ids = llm.encode(text)
             assert llm.decode(ids) == auto.decode(ids, skip_special_tokens=True)
             assert llm.decode(ids, False) == auto.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("style", "model_type"), [("normalizer", "mistral"), ("metaspace", "phi3"), ("bare", "gemma3_text"), ("bare", None)]
+)
+def test_where_the_class_would_put_spaces_elsewhere_the_file_decides(
+    style: str, model_type: str | None, tmp_path: Path
+) -> None:
+    """Where both put one in front, transformers prefers its class for Llama and the file for Mistral and Phi-3."""
+    save_tokenizer(tmp_path, style)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+    tokenizer, file = Tokenizer(tmp_path), tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = ["the café", "  was", "</s>the<end>the", ""]
+    assert tokenizer.encode(texts) == [file.encode(text).ids for text in texts]
+    assert tokenizer.decode(tokenizer.encode(["the café"])[0]) == file.decode(file.encode("the café").ids)

@@ -7,14 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Regex, decoders
 from tokenizers import Tokenizer as WordTokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split, WhitespaceSplit
+from tokenizers.pre_tokenizers import Sequence as InTurn
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
-from nanoinfer import tiny_model_path
+from nanoinfer import StructuredOutputsParams, tiny_model_path
+from nanoinfer.constraints.grammars import GrammarLibrary
 from nanoinfer.errors import ModelError, RequestError
 from nanoinfer.text.tokenizer import Tokenizer, load_tokenizer, read_stop_token_ids
 
@@ -153,6 +158,86 @@ def test_whatever_class_the_checkpoint_names_the_ids_are_those_of_auto_tokenizer
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours.decode(range(400)) == theirs.decode(range(400))
     assert ours.eos_token_id == theirs.eos_token_id
+
+
+def save_byte_level(folder: Path, adds_bos: bool = False, **settings: Any) -> WordTokenizer:
+    """Save a tokenizer as Llama 3 and Qwen3.5 have it: numbers in threes, words with their marks."""
+    backend = WordTokenizer(BPE(ignore_merges=True))
+    words = Split(Regex(r"\p{N}{1,3}| ?[\p{L}\p{M}]+|\s+|[^\s\p{L}\p{N}]+"), behavior="isolated")
+    backend.pre_tokenizer = InTurn([words, ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(special_tokens=["<bos>", "<eos>"], vocab_size=330, initial_alphabet=ByteLevel.alphabet())
+    backend.train_from_iterator(["123 456 नमस्ते हिन्दी don't we'll  the"] * 9, trainer)
+    if adds_bos:
+        backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return backend
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "granite", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "XLMRobertaTokenizer", "Mine"]
+)
+def test_a_class_of_another_kind_changes_nothing_of_what_tokenizer_json_says(
+    name: str, model_type: str | None, tmp_path: Path
+) -> None:
+    backend = save_byte_level(tmp_path, tokenizer_class=name)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = Tokenizer(tmp_path)
+    texts = ["the 123456", "नमस्ते हिन्दी", "<bos>don't we'll<eos>  the", " it\n\n"]
+    expected = [backend.encode(text).ids for text in texts]
+    assert tokenizer.encode(texts[:2] + texts[3:]) == expected[:2] + expected[3:], "no BOS, as the file adds none"
+    assert tokenizer.encode(texts, add_special_tokens=False) == expected
+    assert tokenizer.hf.eos_token == "<eos>"
+    for text, ids in zip(texts, expected, strict=True):
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        assert "".join(detokenizer.decode([token_id]) for token_id in ids) == text
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+def test_a_bos_is_added_as_tokenizer_json_says_whatever_else_does(adds_bos: bool, name: str, tmp_path: Path) -> None:
+    save_byte_level(tmp_path, adds_bos, tokenizer_class=name, add_bos_token=not adds_bos)
+    [ids] = Tokenizer(tmp_path).encode(["the"])
+    assert (ids[0] == 0) is adds_bos
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", "Qwen2Tokenizer"])
+def test_what_a_later_transformers_has_saved_loads(name: str, tmp_path: Path) -> None:
+    save_byte_level(tmp_path, tokenizer_class=name, extra_special_tokens=["<eos>"], is_local=True, backend="tokenizers")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode([1, *tokenizer.encode(["the"])[0]]) == "the"
+
+
+def test_a_tokenizer_that_is_too_large_even_without_added_tokens_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = save_byte_level(tmp_path)
+    backend.add_tokens(["<pad>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    num_tokens = backend.get_vocab_size()
+    for vocab_size, warns in ((num_tokens, False), (num_tokens - 1, False), (num_tokens - 2, True), (None, False)):
+        caplog.clear()
+        load_tokenizer(tmp_path, vocab_size)
+        assert (f"has {num_tokens} tokens, and config.json vocab_size={vocab_size}; it may be" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("num_missing", [0, 1, 20])
+def test_a_grammar_allows_only_tokens_that_the_model_has(num_missing: int, tmp_path: Path) -> None:
+    """The last ones of the vocabulary are merged: "नमस्ते", say."""
+    pytest.importorskip("llguidance")
+    backend = save_byte_level(tmp_path)
+    tokenizer, vocab_size = Tokenizer(tmp_path), backend.get_vocab_size() - num_missing
+    library = GrammarLibrary(tokenizer, vocab_size, frozenset({1}))
+    mask = library.compile(StructuredOutputsParams(regex="नमस्ते हिन्दी|the")).first_mask
+    allowed = {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()}
+    data = {i: tokenizer._all_tokens.bytes_of(i) for i in range(2, vocab_size)}
+    texts = "नमस्ते हिन्दी".encode(), b"the"
+    assert allowed == {i for i, begin in data.items() if any(text.startswith(begin) for text in texts)}
 
 
 def test_a_damaged_tokenizer_is_refused_by_folder(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ class EncoderModel(NativeModel):
     prefixes: ClassVar[tuple[str, ...]] = ()
     # Parts of a checkpoint's names -> what replaces them here, one replacement after the other.
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    is_tied: ClassVar[bool] = False
     unneeded: ClassVar[tuple[str, ...]] = ("cls.", "lm_head.", "decoder.")  # of the model that fills in masked words
 
     def __init__(

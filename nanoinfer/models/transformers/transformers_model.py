@@ -87,6 +87,7 @@ class TransformersModel(nn.Module):
     """
 
     ignored_weights: tuple[str, ...] = ()
+    is_tied = False  # what is tied has one name that is read
     unused_prefixes: tuple[str, ...] = ()
 
     def __init__(
@@ -145,6 +146,9 @@ class TransformersModel(nn.Module):
             loaded.captures_decode = False
             logger.info("%s decodes without CUDA graphs: %s", config.architecture, why)
         return loaded
+
+    def untie(self) -> None:
+        """Do nothing: transformers has decided which weights are one."""
 
     def locate(self, name: str) -> tuple[str, str | None]:
         return f"hf_model.{name}", None

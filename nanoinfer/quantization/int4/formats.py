@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ModelError
-from nanoinfer.quantization.int4.packing import PACKED, PackedWeight, block_size, pack, powers_of_2, unpack
+from nanoinfer.quantization.int4.packing import PACKED, ZERO, PackedWeight, block_size, pack, powers_of_2, unpack
 
 Format = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Reader = Callable[[Tensor], Tensor]
@@ -34,7 +34,7 @@ def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None
         return {
             "weight_packed": (WEIGHT, _unpacked),
             "weight_scale": (SCALES, _scales),
-            "weight_zero_point": (ZEROS, lambda x: _unpacked(x.T).T),
+            "weight_zero_point": (ZEROS, _signed_zeros),
             "weight_g_idx": (GROUPS, _integers),
             "weight_shape": None,
         }
@@ -44,10 +44,10 @@ def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None
             "qzeros": (ZEROS, lambda x: _awq_outputs(x).T),
             "scales": (SCALES, lambda x: _scales(x).T),
         }
-    offset = 0 if checkpoint_format == "gptq_v2" else 1
+    offset = 0 if checkpoint_format == "gptq_v2" else 0x11111111  # added to words: where a zero is 0, it carries
     return {
         "qweight": (WEIGHT, lambda x: _unpacked(x.T)),
-        "qzeros": (ZEROS, lambda x: _unpacked(x).T + offset),
+        "qzeros": (ZEROS, lambda x: _unpacked(x + offset).T),
         "scales": (SCALES, lambda x: _scales(x).T),
         "g_idx": (GROUPS, _integers),
     }
@@ -84,6 +84,11 @@ def _unpacked(x: Tensor) -> Tensor:
     if x.dtype != torch.int32 or x.dim() != 2:
         raise ModelError(f"it has {x.dtype} and shape {tuple(x.shape)}; packed numbers are a matrix of torch.int32")
     return unpack(x, PACKED)
+
+
+def _signed_zeros(x: Tensor) -> Tensor:
+    """Return compressed-tensors' zero points, (num_outputs, num_groups): in words, before 0.9 in bytes."""
+    return (x + ZERO).to(torch.uint8) if x.dtype == torch.int8 else _unpacked(x.T).T
 
 
 def _scales(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import Int4Config
-from nanoinfer.checkpoint.weights import check_shape
+from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.kernels.device_properties import has_hopper_kernels, num_multiprocessors
@@ -28,6 +28,7 @@ from nanoinfer.quantization.int4.packing import (
     BLOCK,
     GROUP_SIZE,
     PACKED,
+    ZERO,
     PackedWeight,
     block_size,
     dequantize,
@@ -41,6 +42,17 @@ from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, Param
 STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely
 MAX_EXPERT_ROWS = 64  # of a tile
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
+# By format and tensor: what a quantization_config says where there are zero points other than 8, or an order of inputs.
+OF_GPTQ = {ZEROS: {"sym": False}, GROUPS: {"desc_act": True}}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "awq": {ZEROS: {"zero_point": True}},
+    "gptq": OF_GPTQ,
+    "gptq_v2": OF_GPTQ,
+    "compressed-tensors": {
+        ZEROS: {"config_groups": {"group_0": {"weights": {"symmetric": False}}}},
+        GROUPS: {"config_groups": {"group_0": {"weights": {"actorder": "group"}}}},
+    },
+}
 
 
 class Int4LinearMethod(LinearMethod):
@@ -56,6 +68,7 @@ class Int4LinearMethod(LinearMethod):
     def __init__(self, config: Int4Config, layer: Any) -> None:
         self.config = config
         self.dtype, self.device = layer.weight.dtype, layer.weight.device
+        self.has_bias = getattr(layer, "bias", None) is not None
         self.readers = readers(config.checkpoint_format) if config.checkpoint_format else {}
         self.ordered: dict[str, set[str]] = {}  # by expert ("": none): the parts that agree on an order of inputs
         self.create_weights(layer, *layer.weight.shape)
@@ -108,21 +121,43 @@ class Int4LinearMethod(LinearMethod):
         return widen(numbers.flatten(0, 1), scales.flatten(0, 1), zeros, self.dtype).unflatten(0, numbers.shape[:2])
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        if not self.readers:
+            return kind, tensor
+        if kind == WEIGHT:
+            raise ModelError(must_have_fewer(4, tensor))
+        if kind == "bias" and not self.has_bias and not bool(tensor.any()):
+            return None  # tools for GPTQ write zeros for each layer without bias
         if kind not in self.readers:
             return kind, tensor
-        found = self.readers[kind]
-        if found is None or (found[0] == ZEROS and not self.config.has_zeros):
+        if (found := self.readers[kind]) is None:
             return None
-        if found[0] == GROUPS and not self.config.orders_inputs:
+        name, reader = found
+        ours = reader(tensor.to(self.device))
+        if (name == ZEROS and not self.config.has_zeros) or (name == GROUPS and not self.config.orders_inputs):
+            self._check_unused(name, ours)
             return None
-        ours = found[1](tensor.to(self.device))
-        if found[0] == WEIGHT:
+        if name == WEIGHT:
             ours = self._pack(ours)
         # What has one scale for all inputs of an output comes as a matrix of one column.
-        return found[0], ours.squeeze(1) if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1 else ours
+        return name, ours.squeeze(1) if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1 else ours
+
+    def _check_unused(self, name: str, ours: Tensor) -> None:
+        """Raise ModelError where zero points, or the groups of inputs, are not what the config says of all layers."""
+        expected = torch.full_like(ours, ZERO)
+        if name == GROUPS:
+            expected = torch.arange(self.num_inputs, device=ours.device) // (self.group_size or self.num_inputs)
+        if not torch.equal(ours, expected.to(ours.dtype)):
+            assert self.config.checkpoint_format is not None, "only a checkpoint has such tensors"
+            found = f"zero points other than {ZERO}" if name == ZEROS else "inputs in another order than their groups"
+            remedy = {"quantization_config": CORRECTIONS[self.config.checkpoint_format][name]}
+            raise ModelError(
+                f"it has {found}, and by quantization_config no weight has; if it is right, use hf_overrides={remedy}"
+            )
 
     def _pack(self, numbers: Tensor) -> Tensor:
         """Pack the numbers of a whole weight in blocks as large as in this rank's share; the last is padded."""
+        if numbers.shape[1] == 2 * self.num_inputs:
+            raise ModelError("it is in 8 bits, and must be in 4 by quantization_config; use a checkpoint with one size")
         if numbers.shape[1] != self.num_inputs:
             raise ModelError(f"it has {numbers.shape[1]} inputs, and config.json implies {self.num_inputs}")
         return pack(numbers, self.block)
@@ -135,6 +170,8 @@ class Int4LinearMethod(LinearMethod):
             return check_shape(full, shape)
         if not full.is_floating_point():
             raise ModelError(f"it has {full.dtype}, and what is rounded to 4 bits has 16 or 32")
+        if full.dtype.itemsize == 1:
+            raise ModelError(must_be_wide("8", layer))
         return check_shape(full, (*shape[:-1], shape[-1] * PACKED))
 
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
