@@ -15,7 +15,8 @@ from nanoinfer.constraints.schema_numbers import check_numbers
 from nanoinfer.constraints.schemas import find_dead_end, forbid_additional_properties
 from nanoinfer.errors import RequestError
 from nanoinfer.structured_outputs import StructuredOutputsParams
-from nanoinfer.text.tokenizer import PASSED_ON, Tokenizer
+from nanoinfer.text.tokenizer import Tokenizer
+from nanoinfer.text.tokenizer_class import PASSED_ON
 
 NUM_THREADS = max(1, min(16, os.cpu_count() or 1))
 HOW_TO_INSTALL = "pip install 'nanoinfer[structured]'"
