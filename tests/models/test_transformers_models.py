@@ -12,11 +12,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, masking_utils
 
 from nanoinfer import LLM, ConfigError, ModelError, SamplingParams
-
-masking_utils = pytest.importorskip("transformers.masking_utils", reason="older versions have no interface")
 from nanoinfer.models.transformers.catalog import REFUSED as REASONS
 from nanoinfer.models.transformers.guards import check_cache, check_mixing
 from nanoinfer.models.transformers.probe import HostReads, Sight, sight_of
