@@ -11,6 +11,7 @@ import transformers
 
 from nanoinfer import ConfigError, ModelError, SamplingParams, StructuredOutputsParams
 from nanoinfer.checkpoint.hub import TINY
+from nanoinfer.models import implementations
 from tests.models.test_transformers_models import NUM_TOKENS, PROMPTS, answers, assert_close, load
 from tests.models.tiny_transformers import load as load_hf
 from tests.models.tiny_transformers import reference, write_tiny
@@ -23,6 +24,19 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("neox")
     write_tiny(NEOX, folder)
     return folder
+
+
+def test_a_version_without_the_interface_is_named_with_the_one_that_has_it(
+    neox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(implementations, "find_spec", lambda name: None)
+    version = re.escape(transformers.__version__)
+    with pytest.raises(ModelError, match=rf"'{NEOX}' is not supported.*from version 4\.53 on, and {version} is"):
+        load(neox, model_impl="auto")
+    write_tiny("LlamaForCausalLM", neox / "llama")
+    with pytest.raises(ModelError, match=r"^Layers of transformers run from version 4\.53 on"):
+        load(neox / "llama")
+    load(neox / "llama", model_impl="auto").close()
 
 
 # -------- Options -----------------------------------------------------------------------------------------------------
