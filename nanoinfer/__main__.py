@@ -116,6 +116,10 @@ def add_run_batch(commands: Any) -> None:
     batch.add_argument("--retry-errors", action="store_true", help="do lines with errors again, and replace these")
     add_sampling_options(batch, "for lines that do not say")
     batch.add_argument("--system", type=a_text, metavar="TEXT", help="a system message for chats that have none")
+    json_of_lines = "of JSON that lines ask for:"
+    batch.add_argument("--disable-any-whitespace", action="store_true", help=f"{json_of_lines} no white space in it")
+    closed = f"{json_of_lines} no properties but those that its schema lists"
+    batch.add_argument("--disable-additional-properties", action="store_true", help=closed)
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop at more lines with errors than N")
     add_engine_options(batch.add_argument_group("the model and the engine"))
     batch.set_defaults(run=partial(run, batch))

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, get_args
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import explain_unknown
+from nanoinfer.structured_outputs import SWITCHES
 from nanoinfer.vllm_names import LLM_NAMES, SAMPLING_NAMES
 
 FOREIGN = {**SAMPLING_NAMES, **LLM_NAMES}
@@ -71,7 +72,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, when: str) -> None:
 
 def add_engine_options(group: Any, needs_model: bool = True) -> None:
     """Add an option for each field of EngineConfig, explained as there; what is not given stays out of the result."""
-    metavars: dict[Any, str] = {int: "N", float: "SHARE", Mapping[str, Any]: "JSON"}
+    metavars: dict[Any, str] = {int: "N", float: "NUMBER", Mapping[str, Any]: "JSON"}
     for field in fields(EngineConfig):
         kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
         options: dict[str, Any] = {"required": needs_model and field.default is MISSING, "default": argparse.SUPPRESS}
@@ -91,6 +92,8 @@ def given_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     """Return the options of the engine, and those of sampling, that were given."""
     given: dict[str, Any] = vars(args)
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+    if switches := {name: True for name in SWITCHES if given.get(name)}:
+        options["structured_outputs_config"] = {**(options.get("structured_outputs_config") or {}), **switches}
     return options, {name: value for name, value in given.items() if name in ("max_tokens", *SAMPLING_OPTIONS)}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nanoinfer.errors import ConfigError, check_names
+from nanoinfer.structured_outputs import switches_of_all
 from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,7 +26,7 @@ MAY_BE_NEGATIVE = ("seed", "max_logprobs")
 CHANGE_NO_ANSWER = {"device", "tensor_parallel_size", "distributed_executor_backend", "data_parallel_size", "runner"}
 CHANGE_NO_ANSWER |= {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "download_dir", "trace"}
 CHANGE_NO_ANSWER |= {"gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching"}
-CHANGE_NO_ANSWER |= {"enforce_eager", "attention_backend", "overlap", "enable_return_routed_experts"}
+CHANGE_NO_ANSWER |= {"enforce_eager", "attention_backend", "overlap", "enable_return_routed_experts", "grammar_timeout"}
 
 
 def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -143,6 +144,14 @@ class EngineConfig:
         "A dict, in JSON on the command line, of fields that replace those of config.json. A dict for a nested config, "
         "such as text_config, replaces fields of that one. A field that nanoinfer does not read is an error.",
     )
+    structured_outputs_config: Mapping[str, Any] | None = option(
+        None,
+        "A dict, in JSON on the command line, of switches for the JSON of all requests: disable_any_whitespace and "
+        "disable_additional_properties, as StructuredOutputsParams has them.",
+    )
+    grammar_timeout: float = option(
+        60.0, "The most seconds that the grammar of a request may take to compile; beyond, the request is an error."
+    )
     trace: str | None = option(
         None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
     )
@@ -182,6 +191,10 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a GPU of your own")
+        object.__setattr__(self, "structured_outputs_config", switches_of_all(self.structured_outputs_config))
+        seconds = self.grammar_timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds < 10**6:
+            raise ConfigError(f"grammar_timeout={seconds!r} must be seconds, above 0 and below 10**6; 60 is usual")
         if self.quantization not in (None, *QUANTIZATIONS):
             known = ", ".join(map(repr, QUANTIZATIONS))
             raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")

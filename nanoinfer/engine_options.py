@@ -36,5 +36,7 @@ class EngineOptions(TypedDict, total=False):
     tokenizer: str | Path | None
     download_dir: str | Path | None
     hf_overrides: Mapping[str, Any] | None
+    structured_outputs_config: Mapping[str, Any] | None
+    grammar_timeout: float
     trace: str | Path | None
     seed: int

@@ -173,7 +173,14 @@ def load_engine(found: FoundModel) -> LoadedEngine:
             tokenizer = loading.result()
         prompt_processor = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
-        constraints = Constraints(tokenizer, model_config.vocab_size, prompt_processor.stop_token_ids, new_bits)
+        constraints = Constraints(
+            tokenizer,
+            model_config.vocab_size,
+            prompt_processor.stop_token_ids,
+            new_bits,
+            config.structured_outputs_config or (),
+            config.grammar_timeout,
+        )
         engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends

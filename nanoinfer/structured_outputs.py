@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.errors import Foreigners, RequestError, with_checked_names
+from nanoinfer.errors import NOT_SUPPORTED, ConfigError, Foreigners, RequestError, check_names, with_checked_names
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 JSON_KINDS = ("json", "json_object", "structural_tag")  # those that the switches for JSON act on
@@ -20,6 +20,13 @@ FOREIGN_NAMES: Foreigners = {
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
     "backend": None,
+}
+# What structured_outputs_config of vLLM has beside SWITCHES, and the values that say what is so anyway.
+FOREIGN_CONFIG: Foreigners = {
+    "backend": (("auto", "guidance"), "llguidance compiles all grammars"),
+    "disable_fallback": ((True, False), "there is one backend"),
+    "enable_in_reasoning": ((False,), NOT_SUPPORTED),
+    **dict.fromkeys(("reasoning_parser", "reasoning_parser_plugin")),
 }
 
 
@@ -104,9 +111,28 @@ class StructuredOutputsParams:
             )
 
 
+def switches_of_all(config: Any) -> dict[str, bool] | None:
+    """Return the SWITCHES that are on in structured_outputs_config of `LLM`, or None. Raises ConfigError."""
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"structured_outputs_config={shorten(config)} is no dict; use {{'{SWITCHES[0]}': True}}, say")
+    try:
+        given = check_names("structured_outputs_config", config, SWITCHES, FOREIGN_CONFIG)
+    except TypeError as error:
+        raise ConfigError(str(error)) from None
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"structured_outputs_config has {name}={shorten(value)}, no bool; use True or False")
+    return {name: True for name in SWITCHES if given.get(name)} or None
+
+
 def shorten(value: object) -> str:
     """Return the repr of a user's value, cut to what a message can hold."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # it is nested too deep, or has a number of too many digits
+        return f"a {type(value).__name__} that is too deep or too large to be shown"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

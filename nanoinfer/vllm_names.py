@@ -36,8 +36,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         limit_mm_per_prompt lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
         max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
         num_speculative_tokens override_generation_config pooler_config quantization_param_path reasoning_parser
-        scheduler_cls speculative_config speculative_model structured_outputs_config tokenizer_revision
-        worker_cls worker_extension_cls
+        scheduler_cls speculative_config speculative_model tokenizer_revision worker_cls worker_extension_cls
     """: (),
 }
 CHUNKS = "prompts above max_num_batched_tokens are always computed in chunks"
@@ -62,6 +61,8 @@ LLM_NAMES: Foreigners = {
     "rope_scaling": "hf_overrides={'rope_scaling': ...}",
     "rope_theta": "hf_overrides={'rope_theta': ...}",
     **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
+    "guided_decoding_disable_any_whitespace": "structured_outputs_config",
+    "guided_decoding_disable_additional_properties": "structured_outputs_config",
     **{name: (accepted, NOT_SUPPORTED) for names, accepted in WITHOUT.items() for name in names.split()},
     "enable_chunked_prefill": only(True, why=CHUNKS),
     "enable_sleep_mode": only(True, False, why="sleep and wake_up need no preparation"),

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "before_torch": set(),
     "errors": set(),
     "vllm_names": {"errors"},
-    "config": {"errors", "vllm_names"},
+    "config": {"errors", "vllm_names", "structured_outputs"},
     "engine_options": set(),
     "device": {"errors"},
     "garbage": set(),

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
 
-from nanoinfer import RequestError
-from nanoinfer.structured_outputs import StructuredOutputsParams
+from nanoinfer import ConfigError, RequestError
+from nanoinfer.config import EngineConfig
+from nanoinfer.structured_outputs import SWITCHES, StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 
@@ -18,6 +20,56 @@ def test_a_schema_may_be_text_a_dict_or_a_pydantic_model() -> None:
     model = pydantic.create_model("Person", name=(str, ...))
     assert StructuredOutputsParams(json=SCHEMA) == StructuredOutputsParams(json=json.dumps(SCHEMA, indent=2))
     assert json.loads(str(StructuredOutputsParams(json=model).json))["required"] == ["name"]
+
+
+@pytest.mark.parametrize(("extra", "says"), [("forbid", False), ("allow", True), ("ignore", None), (None, None)])
+def test_a_pydantic_model_is_open_or_closed_as_its_own_config_says(extra: str | None, says: bool | None) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    config = pydantic.ConfigDict(extra=extra) if extra else None
+    pet = pydantic.create_model("Pet", __config__=config, name=(str, ...))
+    owner = pydantic.create_model("Owner", __config__=config, pets=(list[pet], ...))  # type: ignore[valid-type]
+    schema = json.loads(str(StructuredOutputsParams(json=owner).json))
+    assert [schema.get("additionalProperties"), schema["$defs"]["Pet"].get("additionalProperties")] == [says, says]
+
+
+@pytest.mark.parametrize(
+    ("config", "switches"),
+    [
+        (None, None),
+        ({}, None),
+        ({"disable_any_whitespace": False}, None),
+        ({"disable_additional_properties": True, "disable_any_whitespace": True}, [*SWITCHES]),
+        ({"backend": "guidance", "disable_fallback": True, "reasoning_parser": "", "enable_in_reasoning": False}, None),
+    ],
+)
+def test_switches_of_all_requests_are_read_as_vllm_writes_them(config: Any, switches: Any) -> None:
+    assert EngineConfig("m", structured_outputs_config=config).structured_outputs_config == (
+        switches and dict.fromkeys(switches, True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("x", "structured_outputs_config='x' is no dict; use {'disable_any_whitespace': True}, say"),
+        (
+            {"disable_any_whitespaces": True},
+            "no option 'disable_any_whitespaces'; did you mean 'disable_any_whitespace'?",
+        ),
+        ({"disable_any_whitespace": 1}, "structured_outputs_config has disable_any_whitespace=1, no bool"),
+        ({"backend": "xgrammar"}, "no option 'backend'; llguidance compiles all grammars; use 'auto' or 'guidance'"),
+    ],
+)
+def test_a_wrong_config_of_all_requests_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig("m", structured_outputs_config=config)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, "60", float("nan"), None])
+def test_a_time_limit_of_grammars_is_a_number_of_seconds(seconds: Any) -> None:
+    assert EngineConfig("m", grammar_timeout=0.5).grammar_timeout == 0.5
+    with pytest.raises(ConfigError, match=r"grammar_timeout=.* must be seconds, above 0"):
+        EngineConfig("m", grammar_timeout=seconds)
 
 
 def test_the_order_of_a_schemas_keys_stays() -> None:

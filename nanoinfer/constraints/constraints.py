@@ -1,16 +1,17 @@
 """What limits the tokens of a request beside their probability: compiled once, then followed token by token."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.constraints import token_sets
-from nanoinfer.constraints.grammars import Grammar, GrammarCache, GrammarLibrary, explain
+from nanoinfer.constraints.grammar_cache import GrammarCache
+from nanoinfer.constraints.grammars import Grammar, GrammarLibrary, explain, is_refusal
 from nanoinfer.constraints.token_sets import Bits, TokenSet
 from nanoinfer.engine.stopping import StopTokens
 from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
@@ -20,11 +21,14 @@ from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors, for_each_params
 from nanoinfer.text.tokenizer import Tokenizer
 
+Result = TypeVar("Result")
+
 
 class Constraints:
     """Compiles what requests ask for, and says what each token of a step may be.
 
-    vocab_size: width of the logits. stop_token_ids: the model's. new_bits: allocates the masks of a step.
+    vocab_size: width of the logits. stop_token_ids: the model's. new_bits: allocates the masks of a step. switches: of
+    StructuredOutputsParams, those that are on for all requests. grammar_timeout: seconds that a grammar may take.
     """
 
     def __init__(
@@ -33,36 +37,23 @@ class Constraints:
         vocab_size: int,
         stop_token_ids: frozenset[int],
         new_bits: Callable[[tuple[int, int]], Bits] = token_sets.new_bits,
+        switches: Collection[str] = (),
+        grammar_timeout: float = 60.0,
     ) -> None:
         self._tokenizer, self._vocab_size, self._new_bits = tokenizer, vocab_size, new_bits
         self._num_words = -(-vocab_size // 32)
         self._stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < vocab_size)
-        self._grammars = GrammarCache(
-            functools.partial(GrammarLibrary, tokenizer, vocab_size, self._stop_token_ids)  # set up at its first use
-        )
+        make_library = functools.partial(GrammarLibrary, tokenizer, vocab_size, self._stop_token_ids, switches)
+        self._grammars = GrammarCache(make_library, grammar_timeout)  # sets the library up at its first use
 
     def compile(self, params: Sequence[SamplingParams], use_tqdm: bool = False) -> list[CompiledConstraint | None]:
         """Return the compiled constraint of each request, or None where it asks for nothing. Any thread may call it.
 
         Grammars are compiled in threads, each once; a bar shows that if it takes half a second. Raises RequestError for
-        what is wrong, does not fit the model's tokenizer, or leaves no token to begin with.
+        what is wrong, takes too long, does not fit the model's tokenizer, or leaves no token to begin with.
         """
-        asking = {id(one): one for one in params if _asks(one)}
-        if not asking:
-            return [None] * len(params)
-        num_samples: dict[Any, int] = {}  # that follow each grammar
-        for one in params:
-            if id(one) in asking and one.structured_outputs is not None:
-                num_samples[one.structured_outputs] = num_samples.get(one.structured_outputs, 0) + one.n
-        grammars = self._grammars.compile(num_samples, use_tqdm) if num_samples else {}
-        make_set = functools.cache(functools.partial(token_sets.make_token_set, self._tokenizer, self._vocab_size))
-        plans = {}
-        for key, one in asking.items():
-            allowed, words = one.allowed_token_ids, tuple(one.bad_words or ())
-            token_set = make_set(allowed, words) if allowed is not None or words else None
-            grammar = None if one.structured_outputs is None else grammars[one.structured_outputs]
-            plans[key] = self._plan(one, grammar, token_set)
-        return [plans.get(id(one)) for one in params]
+        plans = self._compile(params, use_tqdm)
+        return [_or_raise(plans.get(id(one))) for one in params]
 
     def is_asked(self, params: Sequence[SamplingParams]) -> bool:
         """Return whether any of these ask for something."""
@@ -71,10 +62,8 @@ class Constraints:
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their constraints; what is wrong with those of some is added to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
-        try:
-            plans = dict(zip(params, self.compile([*params.values()], use_tqdm), strict=True))
-        except RequestError:  # of some of them
-            plans = for_each_params(lambda one: self.compile([one])[0], params, errors)
+        compiled = self._compile([*params.values()], use_tqdm)
+        plans = for_each_params(lambda one: _or_raise(compiled.get(id(one))), params, errors)
         for index, plan in plans.items():
             requests[index].constraint = plan
 
@@ -110,6 +99,28 @@ class Constraints:
                 if sample.plan.functions
             },
         )
+
+    def _compile(
+        self, params: Sequence[SamplingParams], use_tqdm: bool
+    ) -> dict[int, "RequestConstraint | RequestError"]:
+        """Return the constraints of those that ask for something, or what is wrong with them, by their ids."""
+        asking = {id(one): one for one in params if _asks(one)}
+        num_samples: dict[Any, int] = {}  # that follow each grammar
+        for one in params:
+            if one.structured_outputs is not None:
+                num_samples[one.structured_outputs] = num_samples.get(one.structured_outputs, 0) + one.n
+        grammars = self._grammars.compile(num_samples, use_tqdm) if num_samples else {}
+        make_set = functools.cache(functools.partial(token_sets.make_token_set, self._tokenizer, self._vocab_size))
+        plans: dict[int, RequestConstraint | RequestError] = {}
+        for key, one in asking.items():
+            allowed, words = one.allowed_token_ids, tuple(one.bad_words or ())
+            try:
+                token_set = make_set(allowed, words) if allowed is not None or words else None
+                grammar = None if one.structured_outputs is None else _or_raise(grammars[one.structured_outputs])
+                plans[key] = self._plan(one, grammar, token_set)
+            except RequestError as error:
+                plans[key] = error
+        return plans
 
     def _fill(self, constraints: list["SampleConstraint"], masks: NDArray[np.int32]) -> None:
         """Write what the grammars allow, row by row."""
@@ -215,7 +226,9 @@ class SampleConstraint:
                 return True
         elif self.matcher.consume_token(token_id):
             return bool(self.matcher.is_stopped())
-        self._fail(f"token {token_id} was drawn and is not allowed", "report this as a bug")
+        if not self.matcher.is_error() or is_refusal(self.matcher.get_error()):
+            self._fail(f"token {token_id} was drawn and is not allowed", "report this as a bug")
+        self.find_error()  # a limit of the library's, if it is not the token
         return False
 
     def write_token_set(self, row: Bits) -> None:
@@ -276,6 +289,13 @@ def _place_stop_tokens(constraints: list[SampleConstraint], masks: Bits, sets: d
     for row, set_row in sets.items():
         if not (masks[row] & set_row).any():
             constraints[row].end(masks[row], set_row)
+
+
+def _or_raise(result: Result | RequestError) -> Result:
+    """Return a result; raise it where it is an error."""
+    if isinstance(result, RequestError):
+        raise result
+    return result
 
 
 def _asks(params: SamplingParams) -> bool:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nanoinfer.constraints.schema_numbers import check_numbers
 from nanoinfer.errors import RequestError
 from nanoinfer.structured_outputs import shorten
 
@@ -37,18 +38,34 @@ WITHOUT_EFFECT = {
     "max_tokens": None,
     "max_chars": None,
 }
+MAX_RULES = 5_000  # of a grammar; the engine descends from rule to rule, and GBNF takes the square of their number
+RULES = re.compile(r"^[ \t]*[?!]?[\w.-]+[^:\n]*:", re.MULTILINE)
 GBNF_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*')
 
 
 def from_grammar(text: str) -> str:
-    """Return a grammar in GBNF or Lark as Lark. Raises ValueError for GBNF that cannot be translated."""
+    """Return a grammar in GBNF or Lark as Lark. Raises ValueError for what cannot be translated or compiled."""
     from llguidance.gbnf_to_lark import any_to_lark
 
+    if (num_rules := len(RULES.findall(text))) > MAX_RULES:
+        raise ValueError(f"it has {num_rules} rules, and at most {MAX_RULES} can be compiled")
+    parts, end = [], 0
+    for found in re.finditer(r"%json\s*(?={)", text):
+        try:
+            schema, schema_end = json.JSONDecoder().raw_decode(text, found.end())
+        except ValueError:
+            continue  # the engine says what is wrong with it
+        if (checked := check_numbers(schema)) != schema:
+            parts += [text[end : found.end()], json.dumps(checked)]
+            end = schema_end
+    text = "".join([*parts, text[end:]])
     if "::=" in text:  # the converter wants all alternatives of a rule on one line
         without_comments = GBNF_TOKENS.sub(lambda found: "" if found[0].startswith("#") else found[0], text)
         text = re.sub(r"\s*\n\s*\|", " |", without_comments)
     try:
         return any_to_lark(text)
+    except RecursionError:
+        raise
     except Exception as error:  # it raises nothing more exact
         raise ValueError(str(error)) from error
 
@@ -60,9 +77,15 @@ def from_regex(pattern: str) -> str:
     return f"/{regex_to_lark(pattern, 'd')}/"
 
 
+def from_texts(texts: Sequence[str]) -> str:
+    """Return an expression for one of some texts: the engine makes an automaton of it, whatever their number."""
+    escaped = (re.sub(r"[^a-zA-Z0-9\x80-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text) for text in texts)
+    return f"/({'|'.join(escaped)})/"
+
+
 def from_structural_tag(
     tag: dict[str, Any], special_tokens: Mapping[str, int], with_options: Callable[[dict[str, Any]], dict[str, Any]]
-) -> str:
+) -> str | dict[str, Any]:
     """Return a grammar of the engine for a structural tag.
 
     special_tokens: the added tokens of the tokenizer; where a text of the tag holds one, that token is meant.
@@ -74,7 +97,7 @@ def from_structural_tag(
     lark = "\n".join(["%llguidance {}", f"start: {start}", *writer.rules, r"TEXT: /(.|\n)*/", ""])
     if not writer.grammars:
         return lark
-    return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, *writer.grammars]})
+    return {"grammars": [{"name": "main", "lark_grammar": lark}, *writer.grammars]}
 
 
 def _format_of(tag: dict[str, Any]) -> Any:
@@ -125,7 +148,7 @@ class _Writer:
         self, special_tokens: Mapping[str, int], with_options: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self.rules: list[str] = []
-        self.grammars: list[dict[str, str]] = []  # those that are written in a language of their own
+        self.grammars: list[dict[str, Any]] = []  # those that are written in a language of their own
         self._special_tokens, self._with_options = special_tokens, with_options
         names = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True)))
         self._special = re.compile(f"({names})" if names else "(?!)")
@@ -177,13 +200,11 @@ class _Writer:
             schema = form["json_schema"]
             if not isinstance(schema, dict):
                 raise RequestError(f"structural_tag has json_schema={shorten(schema)}; give a schema as a dict")
-            return self._rule(f"%json {json.dumps(self._with_options(schema))}")
+            return self._grammar("json_schema", self._with_options(schema))
         if kind == "regex":
             return self._rule(from_regex(_text(form, "pattern")))
         if kind == "grammar":
-            name = f"grammar_{len(self.grammars)}"
-            self.grammars.append({"name": name, "lark_grammar": from_grammar(_text(form, "grammar"))})
-            return f"@{name}"
+            return self._grammar("lark_grammar", from_grammar(_text(form, "grammar")))
         if kind == "or":
             return self._one_of([self.concatenate(self.pieces(one)) for one in _non_empty(form, "elements")])
         if kind == "tags_with_separator":
@@ -225,6 +246,11 @@ class _Writer:
         if once:
             return [_Lark(whole) if first else _Lark(f"({triggered} | TEXT)", is_open=True)]
         return [*([_Lark(whole)] if first else []), _Lark(f"{triggered}*"), _AnyText()]
+
+    def _grammar(self, language: str, content: Any) -> str:
+        name = f"grammar_{len(self.grammars)}"
+        self.grammars.append({"name": name, language: content})
+        return f"@{name}"
 
     def _one_of(self, expressions: list[str]) -> str:
         return self._rule(" | ".join(expressions))

@@ -551,6 +551,44 @@ def test_lines_whose_grammars_take_long_are_all_answered_and_bad_ones_are_errors
     assert len(compiled) == 7 + 3, "each grammar once, whether it is right or wrong"
 
 
+def test_a_line_whose_grammar_takes_too_long_is_an_error_of_that_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    compile_now, end = GrammarLibrary.compile, threading.Event()
+
+    def compile_slowly(library: GrammarLibrary, wanted: StructuredOutputsParams) -> Any:
+        if wanted.choice == ("slow",):
+            end.wait(60)
+        return compile_now(library, wanted)
+
+    monkeypatch.setattr(GrammarLibrary, "compile", compile_slowly)
+    path = write(tmp_path / "in.jsonl", choosing("a"), choosing("slow"), choosing("b"), {"prompt": [1], **GREEDY})
+    with LLM(tiny_model_path(), device="cpu", max_model_len=64, grammar_timeout=0.5) as llm:
+        summary = job(llm, path)
+    end.set()
+    assert (summary.num_done, summary.num_errors) == (4, 1)
+    assert "takes over 0.5 s to compile; make it simpler, or raise grammar_timeout" in errors(path)["line-2"]
+
+
+def test_the_json_of_all_lines_is_compact_and_closed_where_the_job_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 20]}}, "required": ["a"]}
+    line = {"prompt": "a", "max_tokens": 30, "temperature": 2.0, "n": 8}
+    line["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    path, switches = write(tmp_path / "in.jsonl", line), ("--disable-any-whitespace", "--disable-additional-properties")
+    files = ("--model", "tiny", "--device", "cpu", "-i", path, "-o", path.with_suffix(".out"), "--max-model-len", 64)
+    assert run_main(*files, *switches) == 0
+    choices = records(path)["line-1"]["response"]["body"]["choices"]
+    assert {choice["text"] for choice in choices} == {'{"a":1}', '{"a":20}'}
+    assert run_main(*files, *switches) == 0, "it goes on with the same switches"
+    for others in (switches[:1], switches[1:], ()):
+        assert run_main(*files, *others) == 2
+        assert "structured_outputs_config was {" in capsys.readouterr().err
+
+
 def test_ctrl_c_while_the_first_grammar_is_compiled_stops_the_job_and_it_goes_on(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

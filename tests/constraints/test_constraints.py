@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nanoinfer import RequestError, SamplingParams
-from nanoinfer.constraints import grammars
+from nanoinfer.constraints import grammar_cache, grammars
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from tests.constraints.helpers import (
@@ -287,6 +287,58 @@ def test_a_fork_of_a_warm_template_allows_what_a_new_matcher_does(options: dict[
             assert warm.append(token_id) == new.append(token_id)
 
 
+NAMED = {"properties": {"name": {"const": "a"}}}
+AGED: dict[str, Any] = {"properties": {"age": {"const": 1}}, "required": ["age"]}
+BOTH, AGE = '{"name":"a","age":1}', '{"age":1}'
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [NAMED, AGED]},
+        {"allOf": [NAMED], **AGED},
+        {"allOf": [{"$ref": "#/$defs/named"}, AGED]},
+        {"$ref": "#/$defs/named", **AGED},
+        {"allOf": [{"$ref": "#/$defs/child"}], "required": ["age"]},
+        {"anyOf": [AGED, {"properties": {"size": {"const": 2}}, "required": ["size"]}], **NAMED},
+    ],
+    ids=str,
+)
+def test_what_describes_one_object_together_is_closed_together(schema: dict[str, Any]) -> None:
+    child = {"allOf": [{"$ref": "#/$defs/named"}, {"properties": AGED["properties"]}]}
+    schema = {"type": "object", **schema, "$defs": {"named": NAMED, "child": child}}
+    constraints = new_constraints()
+    for text, is_right in ((BOTH, True), (AGE, True), ('{"age":1,"x":1}', False), ('{"x":1,"age":1}', False)):
+        for order in (text, text.replace('"name":"a","age":1', '"age":1,"name":"a"')):  # as the schema lists them
+            if found := is_possible(constraints, order, json=schema, disable_additional_properties=True):
+                break
+        assert found == is_right, text
+
+
+def test_a_schema_that_refers_to_itself_is_closed_at_each_depth() -> None:
+    schema = {"allOf": [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"b": {"const": 1}}}], "type": "object"}
+    constraints = new_constraints()
+    for text, is_right in (('{"a":{"b":1}}', True), ('{"a":{"a":{},"b":1}}', True), ('{"a":{"x":1}}', False)):
+        assert is_possible(constraints, text, json=schema, disable_additional_properties=True) == is_right, text
+
+
+def test_switches_of_all_requests_hold_beside_what_each_says() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    tag = {"structures": [{"begin": "<", "schema": schema, "end": ">"}], "triggers": ["<"]}
+    for switch, text in (("disable_any_whitespace", '{"a": {}}'), ("disable_additional_properties", '{"b":1}')):
+        constraints = Constraints(tiny_tokenizer(), VOCAB_SIZE, frozenset({EOS}), switches=[switch])
+        plain = new_constraints()
+        assert [is_possible(one, text, json=schema) for one in (plain, constraints)] == [True, False]
+        assert [is_possible(one, f"<{text}>", structural_tag=tag) for one in (plain, constraints)] == [True, False]
+        assert is_possible(constraints, '{"a":{}}', json=schema)
+    compact = Constraints(tiny_tokenizer(), VOCAB_SIZE, frozenset({EOS}), switches=["disable_any_whitespace"])
+    assert not is_possible(compact, '{"a": 1}', json_object=True)
+    assert is_possible(compact, '{"a": 1}', json_object=True, whitespace_pattern=" ?"), "its own white space"
+    said_so = {**schema, "additionalProperties": True}
+    closed = Constraints(tiny_tokenizer(), VOCAB_SIZE, frozenset({EOS}), switches=["disable_additional_properties"])
+    assert is_possible(closed, '{"b": 1}', json=said_so)
+
+
 def test_grammars_are_compiled_once_and_forgotten_when_many_others_came(monkeypatch: pytest.MonkeyPatch) -> None:
     constraints, compiled = new_constraints(), []
     original = grammars.GrammarLibrary.compile
@@ -296,7 +348,7 @@ def test_grammars_are_compiled_once_and_forgotten_when_many_others_came(monkeypa
         return original(self, wanted)
 
     monkeypatch.setattr(grammars.GrammarLibrary, "compile", compile)
-    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
+    monkeypatch.setattr(grammar_cache, "MAX_CACHED", 2)
     constraints.compile([of(choice=["a"]), of(choice=["a"]), of(choice=["b"])])
     constraints.compile([of(choice=["a"])])
     assert sorted(compiled) == [("a",), ("b",)]
@@ -308,7 +360,7 @@ def test_grammars_are_compiled_once_and_forgotten_when_many_others_came(monkeypa
 
 
 def test_many_samples_of_one_grammar_are_spread_over_several_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "NUM_THREADS", 4)
+    monkeypatch.setattr(grammar_cache, "NUM_THREADS", 4)
     constraints = new_constraints()
     wanted = of(regex="[a-z]+")
     [plan, *_] = constraints.compile([wanted] * 40)

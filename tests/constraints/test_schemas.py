@@ -119,7 +119,14 @@ def test_properties_are_forbidden_wherever_a_schema_lists_some_and_in_a_copy() -
         "properties": {"a": {"type": "array", "items": {"properties": {}, **closed}}, "properties": {"type": "null"}},
         "$defs": {"d": {"patternProperties": {"x": {}}, **closed}, "open": schema["$defs"]["open"]},  # type: ignore[index]
         "enum": [{"properties": 1}],
-        "anyOf": [{"properties": {}, **closed}, True],
+        "anyOf": [{"properties": {"a": True, "properties": True}, **closed}, True],  # what stands beside it counts
         **closed,
     }
     assert "additionalProperties" not in schema
+
+
+def test_references_that_multiply_are_refused_and_not_written_out() -> None:
+    defs: dict[str, Any] = {f"n{i}": {"allOf": [{"$ref": f"#/$defs/n{i + 1}"}] * 2} for i in range(40)}
+    schema = {"$ref": "#/$defs/n0", "properties": {"a": {}}, "$defs": {**defs, "n40": {"properties": {"b": {}}}}}
+    with pytest.raises(ValueError, match="disable_additional_properties meets too many references in allOf"):
+        forbid_additional_properties(schema)
