@@ -81,7 +81,9 @@ exit codes:
   143  stopped by SIGTERM, as job schedulers send it; the same command goes on
 
 With --dry-run: 0 if all lines are requests, 3 if some are not, 2 as above."""
-MODELS = "List what `architectures` in config.json may say. docs/models.md tells which checkpoints have which."
+MODELS = """\
+List what `architectures` in config.json may say, which takes a few seconds. docs/models.md tells which checkpoints have
+which, and what is slower with layers of transformers."""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -153,6 +155,14 @@ def list_models(_args: argparse.Namespace) -> int:
     print(*(f"  {name}" for name in REGISTRY), sep="\n")
     print("embed, and classify:")
     print(*(f"  {name}" for name in ENCODERS), sep="\n")
+    try:
+        from nanoinfer.models.transformers.catalog import embedding_classes, generating_classes, version
+    except ImportError:  # a version without the interface
+        return 0
+    print(f"by layers of transformers {version} (model_impl), generate and embed:")
+    print(*(f"  {name}" for name in generating_classes()), sep="\n")
+    print("by layers of transformers, embed, and classify:")
+    print(*(f"  {name}" for name in embedding_classes()), sep="\n")
     return 0
 
 

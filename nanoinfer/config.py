@@ -108,6 +108,12 @@ class EngineConfig:
         'head; "auto" is what the model is for: pooling if it has no such head, or files of sentence-transformers.',
         ("auto", "generate", "pooling"),
     )
+    model_impl: str = option(
+        "auto",
+        '"nanoinfer" runs the layers that are written here, "transformers" those of the package transformers, with our '
+        'attention, cache and sampling; "auto" takes ours where there are any.',
+        ("auto", "nanoinfer", "transformers"),
+    )
     quantization: str | None = option(
         None,
         '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4. A checkpoint that has '

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
-from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.control.run_trace import EventSource, start_trace
@@ -26,7 +26,7 @@ from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.models import SUPPORTED
+from nanoinfer.models.implementations import read_model_config
 from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.setup import RunnerInfo
@@ -46,7 +46,7 @@ class FoundModel:
 
     config: EngineConfig
     folder: Path
-    model_config: ModelConfig
+    model_config: BaseModelConfig
     tokenizer_folder: Path
     generation_config: dict[str, Any]
 
@@ -145,8 +145,7 @@ def find_model(config: EngineConfig) -> FoundModel:
     folder = resolve_model_folder(
         config.model, not is_random, revision=config.revision, download_dir=config.download_dir
     )
-    overrides, quantization = config.hf_overrides, config.quantization
-    model_config = ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, config.runner)
+    model_config = read_model_config(folder, config)
     if not model_config.finds_prefixes:
         config = replace(config, enable_prefix_caching=False)
     if config.enable_return_routed_experts and model_config.moe is None:

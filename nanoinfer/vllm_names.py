@@ -29,7 +29,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         decode_context_parallel_size max_long_partial_prefills max_num_partial_prefills nnodes num_scheduler_steps
         pipeline_parallel_size prefill_context_parallel_size stream_interval
     """: (1,),
-    "config_format guided_decoding_backend model_impl tokenizer_mode": ("auto",),
+    "config_format guided_decoding_backend tokenizer_mode": ("auto",),
     """
         additional_config allowed_local_media_path code_revision compilation_config cuda_graph_sizes
         cudagraph_capture_sizes default_mm_loras hf_config_path kv_events_config kv_transfer_config

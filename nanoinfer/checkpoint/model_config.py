@@ -1,25 +1,24 @@
 """The sizes of a model, read from its config.json, in the spellings of transformers 4.51 to 5.x."""
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.config_fields import DEFAULTS, MAX_SIZE, MULTIPLIERS, read_flag, read_number
 from nanoinfer.checkpoint.encoder_config import EncoderConfig, read_encoder
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.checkpoint.hybrid_config import (
-    LinearAttentionConfig,
     read_linear_attention,
     text_architecture,
     text_part,
 )
-from nanoinfer.checkpoint.moe_config import MoEConfig, read_moe
+from nanoinfer.checkpoint.moe_config import read_moe
 from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
 from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.checkpoint.pooling_config import (
     HeadConfig,
-    PoolingConfig,
     choose_head,
     read_head,
     read_pooling,
@@ -84,30 +83,19 @@ class Architecture(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(BaseModelConfig):
     """Holds a model's sizes, read from config.json in the spellings of transformers 4.51 to 5.x."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
     rms_norm_eps: float
-    initializer_range: float
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    dtype: str
     rope: RopeConfig
     rotary_dim: int  # how many dimensions of a head, the first ones, are rotated
     local_rope: RopeConfig | None = None  # of layers with a window, where it is not that of the others
     attention_scale: float  # the factor of the scores
     attention_soft_cap: float | None = None  # of the scores, see `AttentionSpec`; None: none
-    windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
     unrotated: tuple[bool, ...]  # which layers know no positions
     qk_norm: bool | None = None  # whether each head of queries and keys is normalised; None: the architecture says
     query_scaling_beta: float | None = None  # of queries far from the start, see `layers/query_scales.py`; None: none
@@ -115,13 +103,8 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_scaling: float = 1.0  # logits are divided by it
     logits_soft_cap: float | None = None  # of the logits, see `layers/soft_cap.py`; None: none
-    moe: MoEConfig | None = None
-    linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
     encoder: EncoderConfig | None = None  # None: a decoder
-    head: HeadConfig | None = None  # None: a language-model head
-    # What becomes of hidden states; None until the folder was read, which says more than config.json.
-    pooling: PoolingConfig | None = field(default=None, compare=False)
 
     @classmethod
     def from_folder(
@@ -144,8 +127,7 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         config = read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported, quantization))
         config = replace(config, head=choose_head(config.head, runner, folder))
-        is_encoder = config.encoder is not None
-        return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, is_encoder))
+        return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, config.is_encoder))
 
     @classmethod
     def from_dict(
@@ -217,6 +199,14 @@ class ModelConfig:
             raise ModelError(f"{cut}, and weights of different scales are packed in one; use the checkpoint in 16 bits")
 
     @property
+    def is_encoder(self) -> bool:
+        return self.encoder is not None
+
+    @property
+    def has_dynamic_rope(self) -> bool:
+        return self.rope.rope_type == "dynamic"
+
+    @property
     def max_model_len(self) -> int:
         """Return the longest sequence, in tokens, that the model's positions are made for."""
         factor = self.rope.parameters.get("factor", 1.0)
@@ -228,53 +218,9 @@ class ModelConfig:
         return self.max_position_embeddings
 
     @property
-    def refusal_reason(self) -> str | None:
-        """Return why the model completes no prompts, and which calls serve it; None if it does."""
-        if self.head is None:
-            return None
-        return f"{self.architecture} has no language-model head here; use " + (
-            "classify or reward" if self.head.is_classifier else "embed"
-        )
-
-    @property
-    def finds_prefixes(self) -> bool:
-        """Return whether requests can reuse cached prefixes: not with an encoder, nor if all tokens are pooled."""
-        if self.encoder is not None:
-            return False
-        return self.head is None or (self.pooling is not None and self.pooling.finds_prefixes)
-
-    @property
     def has_multipliers(self) -> bool:
         """Return whether embeddings or what is added to the residual stream are multiplied by a number."""
         return self.embedding_multiplier != 1 or self.residual_multiplier != 1
-
-    @property
-    def num_attention_layers(self) -> int:
-        """Return how many layers need memory for keys and values; all layers of an encoder share that of one."""
-        if self.encoder is not None:
-            return 1
-        return self.num_hidden_layers - (self.linear_attention.num_layers if self.linear_attention else 0)
-
-    def is_linear(self, index: int) -> bool:
-        """Return whether a layer has linear attention."""
-        return self.linear_attention is not None and self.linear_attention.is_linear[index]
-
-    def windows_within(self, max_positions: int) -> tuple[int | None, ...]:
-        """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""
-        return tuple(window if window and window < max_positions else None for window in self.windows)
-
-    def longest_sequence(self, requested: int | None) -> int:
-        """Return how long a sequence may be: as asked for, or as the model allows. Raises ConfigError above that."""
-        limit = self.max_model_len
-        if requested is not None and requested > limit:
-            remedy = f"use at most {limit}, or a config.json with RoPE scaling"
-            if self.rope.rope_type == "dynamic":
-                remedy = (
-                    f"use at most {limit}: beyond it rope_type='dynamic' depends on the current length, so that keys "
-                    "in the KV cache would disagree with newer ones"
-                )
-            raise ConfigError(f"max_model_len={requested} is above the model's own limit of {limit} tokens; {remedy}")
-        return requested or limit
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
@@ -362,12 +308,17 @@ class ModelConfig:
         return self.is_linear(index) == (part == "linear_attn")
 
 
-def _identify(raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> tuple[str, HeadConfig | None]:
-    """Return the architecture that runs a config.json, and the head in place of a language-model head, if any."""
+def read_architecture(raw: Mapping[str, Any]) -> str:
+    """Return what a config.json calls the class of its model."""
     architectures = raw.get("architectures") or ["(none)"]
     if not isinstance(architectures, list):
         raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
-    architecture, kind = split_architecture(raw, str(architectures[0]), supported.keys())
+    return str(architectures[0])
+
+
+def _identify(raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> tuple[str, HeadConfig | None]:
+    """Return the architecture that runs a config.json, and the head in place of a language-model head, if any."""
+    architecture, kind = split_architecture(raw, read_architecture(raw), supported.keys())
     head = read_head(raw, kind)
     if architecture not in supported:
         raise ModelError(explain_architecture(raw, architecture, supported))

@@ -40,17 +40,17 @@ def read_overridden(raw: Fields, overrides: Fields | None, read: Callable[[Field
 
     def is_read(path: Path) -> bool:
         """Return whether nonsense in this field would make a difference; so `read` needs no list of what it reads."""
-        if _is_in_rope(path) and path[-1] not in ROPE_PARAMETERS:
+        if in_rope(path) and path[-1] not in ROPE_PARAMETERS:
             return False
         try:
             return bool(read(override(raw, _with(overrides, path, NONSENSE))) != config)
         except ModelError:
             return True
 
-    for path, value in _replaced(overrides):
+    for path, value in replaced(overrides):
         if is_read(path):
             continue
-        siblings = ROPE_PARAMETERS if _is_in_rope(path) else [*raw, *(field.name for field in fields(config))]
+        siblings = ROPE_PARAMETERS if in_rope(path) else [*raw, *(field.name for field in fields(config))]
         meant = find_similar(path[-1], [name for name in siblings if is_read((*path[:-1], name))])
         hint = f"did you mean {meant!r}? Else leave it out" if meant else "leave it out"
         raise ConfigError(
@@ -78,7 +78,8 @@ def override(raw: Fields, overrides: Fields, is_nested: bool = False) -> dict[st
     return changed
 
 
-def _is_in_rope(path: Path) -> bool:
+def in_rope(path: Path) -> bool:
+    """Return whether a path leads to a parameter of RoPE."""
     return len(path) > 1 and path[-2] in (*ROPE_FIELDS, *ROPE_BASES)
 
 
@@ -104,12 +105,12 @@ def _with_rope_theta_apart(raw: Fields) -> dict[str, Any]:
     return changed
 
 
-def _replaced(overrides: Fields, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def replaced(overrides: Fields, above: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each replaced field. Nested configs and RoPE parameters are taken apart."""
     for name, value in overrides.items():
         path = (*above, name)
         inside = value if isinstance(value, dict) else {}
         if inside and (name in (*ROPE_FIELDS, *ROPE_BASES) or name.endswith("_config")):
-            yield from _replaced(inside, path)
+            yield from replaced(inside, path)
         else:
             yield path, value

@@ -165,7 +165,7 @@ def read_head(raw: Mapping[str, Any], kind: str | None) -> HeadConfig | None:
     known = ("regression", "single_label_classification", "multi_label_classification", None)
     if problem_type not in known:
         raise ModelError(f"config.json has problem_type={problem_type!r}; it must be one of {known[:3]}")
-    pooling = raw.get("classifier_pooling")
+    pooling = raw.get("classifier_pooling") if kind == "sequence" else None
     if pooling not in (None, "cls", "mean"):
         raise ModelError(f"config.json has classifier_pooling={pooling!r}; it must be 'cls' or 'mean'")
     return HeadConfig(kind, _read_labels(raw), problem_type, _read_activation(raw), pooling)

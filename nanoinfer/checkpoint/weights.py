@@ -34,9 +34,17 @@ NUM_CLOSE = 5  # names suggested for one that is not known
 class CheckpointNames(Protocol):
     """What a model says of the names of tensors in its checkpoints."""
 
-    ignored_weights: Collection[str]  # tensors to skip
-    unused_prefixes: tuple[str, ...]  # how the names of others to skip begin
-    is_tied: bool  # whether the head is the embedding, and both names are of one place
+    @property
+    def ignored_weights(self) -> Collection[str]:
+        """The tensors to skip."""
+
+    @property
+    def unused_prefixes(self) -> tuple[str, ...]:
+        """How the names of others to skip begin."""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding, and both names are of one place."""
 
     def untie(self) -> None:
         """Make two places of them."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 import xxhash
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, select_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel, connect
@@ -34,7 +34,7 @@ class ExternalRunner(DeviceRunner):
     and WorkerError for a step that differs from that of the other ranks.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, model_config: BaseModelConfig, folder: Path) -> None:
         size = config.tensor_parallel_size
         model_config.check_tensor_parallel_size(size)
         device = own_device(config.device)

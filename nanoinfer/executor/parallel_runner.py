@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import SLEEP_TAGS, EngineConfig
 from nanoinfer.device import becomes_idle, select_devices
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel
@@ -49,7 +49,7 @@ class ParallelRunner:
     it leaves the other ranks waiting for this one.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, model_config: BaseModelConfig, folder: Path) -> None:
         size = config.tensor_parallel_size
         model_config.check_tensor_parallel_size(size)
         devices = select_devices(config.device, size)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import becomes_idle, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel, connect
@@ -28,7 +28,7 @@ def run_worker(
     shared_folder: Path,
     ring: Ring,
     config: EngineConfig,
-    model_config: ModelConfig,
+    model_config: BaseModelConfig,
     folder: Path,
     devices: list[torch.device],
 ) -> None:
@@ -54,7 +54,7 @@ def run_worker(
 
 
 def connect_ranks(
-    rank: int, config: EngineConfig, model_config: ModelConfig, devices: list[torch.device], shared_folder: Path
+    rank: int, config: EngineConfig, model_config: BaseModelConfig, devices: list[torch.device], shared_folder: Path
 ) -> TensorParallel:
     """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")

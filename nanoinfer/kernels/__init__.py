@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import rms_norm as rms_norm
     from nanoinfer.kernels import shared_expert_gate as shared_expert_gate
     from nanoinfer.kernels import soft_cap as soft_cap
+    from nanoinfer.kernels import store_keys_values as store_keys_values
     from nanoinfer.kernels import token_bitmask as token_bitmask
     from nanoinfer.kernels import widened_blocks as widened_blocks
 else:

@@ -17,6 +17,7 @@ from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.native_model import NativeModel
 
 # How names begin in checkpoints of models for text and images -> how they begin here.
 TEXT_MODELS = (*((prefix, "model.") for prefix in TEXT_PREFIXES), ("language_model.lm_head.", "lm_head."))
@@ -24,7 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(NativeModel):
     """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
 
     An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names

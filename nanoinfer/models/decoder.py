@@ -231,6 +231,7 @@ class Decoder(nn.Module):
     """Embeddings, layers and the last norm. max_positions: how many positions the rotary tables have."""
 
     layers: Sequence[DecoderLayer]
+    has_second_types = False  # of tokens: an encoder may have them
 
     def __init__(
         self,

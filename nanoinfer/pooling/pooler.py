@@ -7,18 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRecord, PooledVectors, PoolerOutput
 from nanoinfer.engine.packet import Header, PacketSections, column
-from nanoinfer.layers.embed_head import VocabParallelEmbedding
-from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.interface import Model
 from nanoinfer.pooling.dense import DenseLayer
-from nanoinfer.pooling.hidden_state_hooks import forward_with_hidden_states
 
 Chunks = list[list[int]]  # (row, start, length) of each chunk of a step
 # (index, offset, start, length, ends) of each chunk that is pooled: its place in the list, that of its first token in
@@ -32,9 +29,8 @@ class Pooler:
     config: how they are pooled. dense: the layers after pooling. Sums of prompts in several chunks are kept in float32.
     """
 
-    def __init__(self, model: DecoderForCausalLM, config: PoolingConfig, dense: list[DenseLayer]) -> None:
+    def __init__(self, model: Model, config: PoolingConfig, dense: list[DenseLayer]) -> None:
         self._model, self._config, self._dense = model, config, dense
-        self._has_token_types = getattr(model.model, "has_second_types", False)
         self._records: dict[int, HiddenStatesRecord] = {}  # by row
         self._layers: dict[int, list[int]] = {}  # by row: whose hidden states are wanted
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
@@ -65,7 +61,7 @@ class Pooler:
         found: list[PoolerOutput] = []
         layers = {layer for row, _, _ in chunks if row in self._records for layer in self._layers[row]}
         if layers:
-            hidden, states = forward_with_hidden_states(self._model.model, step, layers)
+            hidden, states = self._model.forward_with_hidden_states(step, layers)
             found += self._states(states, chunks)
         else:
             hidden = forward(step)
@@ -73,7 +69,7 @@ class Pooler:
 
     def _with_token_types(self, step: ForwardStep, chunks: Chunks) -> ForwardStep:
         """Return the step with the kinds of its segments, where an encoder has any and a prompt is a pair."""
-        if not self._has_token_types:
+        if not self._model.has_token_types:
             return step
         places = [self._records[row].second_text if row in self._records else 0 for row, _, _ in chunks]
         if all(place >= start + length for place, (_, start, length) in zip(places, chunks, strict=True)):
@@ -172,7 +168,6 @@ class Pooler:
 
     def _vocabulary_scores(self, vectors: Tensor) -> Tensor:
         """Return the logit of the token for yes, less that of the token for no if there is one: (num_vectors, 1)."""
-        head, ids = self._model.lm_head, torch.tensor(self._config.token_ids, device=vectors.device)
-        weights = VocabParallelEmbedding.forward(head, ids)  # of all ranks
-        logits = self._model.finish_logits(F.linear(vectors.float(), weights.float()))
-        return logits[:, -1:] - logits[:, :1] if len(ids) > 1 else logits
+        token_ids = torch.tensor(self._config.token_ids, device=vectors.device)
+        logits = self._model.logits_of_tokens(vectors, token_ids)
+        return logits[:, -1:] - logits[:, :1] if len(token_ids) > 1 else logits

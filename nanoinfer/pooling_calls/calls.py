@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
@@ -91,7 +91,7 @@ class PoolingCalls:
         cls,
         queue: RequestQueue,
         preparer: Preparer,
-        model_config: ModelConfig,
+        model_config: BaseModelConfig,
         options: EngineConfig,
         max_model_len: int,
         pooling_steps: PoolingSteps | None,
@@ -106,7 +106,7 @@ class PoolingCalls:
         limits = {"max_model_len": max_model_len}
         if config.max_tokens is not None:
             limits["max_seq_length"] = config.max_tokens
-        if model_config.encoder is not None:
+        if model_config.is_encoder:
             limits["max_num_batched_tokens"] = options.max_num_batched_tokens
         limit = min(limits, key=lambda name: limits[name])
         prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)

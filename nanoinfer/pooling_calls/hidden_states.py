@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.errors import RequestError
@@ -41,7 +41,7 @@ class HiddenStatesOptions:
 
     @classmethod
     def reader(
-        cls, model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype
+        cls, model_config: BaseModelConfig, config: EngineConfig, dtype: torch.dtype
     ) -> "Callable[..., HiddenStatesOptions | None]":
         """Return `of` for a model: what reads the arguments of calls."""
         return partial(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory
@@ -35,7 +35,7 @@ class DeviceRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel | None = None
+        self, config: EngineConfig, model_config: BaseModelConfig, folder: Path, tp: TensorParallel | None = None
     ) -> None:
         self.tp = tp or TensorParallel()
         self.setup = Setup.of(config, model_config, self.tp)
@@ -154,7 +154,7 @@ class DeviceRunner:
         self._model_runner = self.setup.make_model_runner(buffers, self.model, self._dense, self.limits)
 
     def _capture_graphs(self, is_warm: bool = False) -> None:
-        if self.setup.uses_graphs and self.model.generates:
+        if self.setup.uses_graphs and self.model.generates and self.model.captures_decode:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
             runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)

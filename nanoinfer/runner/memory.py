@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import zeros
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -19,13 +19,13 @@ GIB = 2**30
 MAX_FREE_SHARE = 0.98  # of what other programs leave free on a GPU, the most that is taken
 
 
-def max_step_tokens(config: EngineConfig, model_config: ModelConfig, max_num_seqs: int) -> int:
+def max_step_tokens(config: EngineConfig, model_config: BaseModelConfig, max_num_seqs: int) -> int:
     """Return the most tokens of a prefill step, which has at most one chunk of each row of the tables."""
     return min(config.max_num_batched_tokens, max_num_seqs * model_config.longest_sequence(config.max_model_len))
 
 
 def cache_shape(
-    config: ModelConfig, num_layers: int, num_blocks: int, block_size: int, tp: TensorParallel
+    config: BaseModelConfig, num_layers: int, num_blocks: int, block_size: int, tp: TensorParallel
 ) -> tuple[int, ...]:
     """Return the shape of the keys, and of the values.
 
@@ -75,7 +75,7 @@ def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> i
 
 def num_blocks_in(
     free_bytes: int,
-    config: ModelConfig,
+    config: BaseModelConfig,
     groups: KVCacheGroups,
     block_size: int,
     dtype: torch.dtype,

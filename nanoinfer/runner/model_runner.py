@@ -20,8 +20,8 @@ from nanoinfer.engine.packet import Header, Packet, PacketSections, column, read
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import SharedPrefixes
-from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.interface import Model
 from nanoinfer.runner.device_state import DeviceState
 from nanoinfer.sampling.sample_logprobs import SampleLogprobs
 from nanoinfer.sampling.sampler import Sampled, SpanLogprobs
@@ -59,7 +59,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DecoderForCausalLM,
+        model: Model,
         state: DeviceState,
         backends: AttentionBackends,
         tp: TensorParallel,
@@ -110,7 +110,7 @@ class ModelRunner:
         with computing(self.device, self._num_threads):
             if self.model.generates:
                 logits = self.state.buffers.logits[: len(launched.host_rows)]
-                first_id = self.model.lm_head.vocab.start
+                first_id = self.model.vocab.start
                 sampled = self.state.sampler.sample(logits, first_id, launched.rows, launched.host_rows, masks)
             else:
                 sampled = Sampled(torch.empty(0, dtype=torch.int32), [], {})

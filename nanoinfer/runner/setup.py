@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import default_dtype, select_device, select_dtype
+from nanoinfer.device import select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -20,10 +19,10 @@ from nanoinfer.layers.attention.kv_quantization import is_8_bit, select_kv_cache
 from nanoinfer.layers.attention.metadata import KVCache, PrefillMetadata
 from nanoinfer.layers.linear_attention.recurrent_states import StateShape
 from nanoinfer.layers.routing_table import RoutingTable
-from nanoinfer.models import get_model_class
-from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.execution import PrefillGraphs, compiling_few_rows, sizes_to_measure
+from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.implementations import load
+from nanoinfer.models.interface import Model
 from nanoinfer.pooling.dense import DenseLayer, load_dense
 from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
@@ -53,7 +52,7 @@ class Setup:
     """Holds the user's options and the model's sizes, resolved for a device, and makes by them what a runner needs."""
 
     config: EngineConfig
-    model_config: ModelConfig
+    model_config: BaseModelConfig
     tp: TensorParallel
     device: torch.device
     dtype: torch.dtype
@@ -61,7 +60,7 @@ class Setup:
     backends: AttentionBackends
 
     @classmethod
-    def of(cls, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel) -> "Setup":
+    def of(cls, config: EngineConfig, model_config: BaseModelConfig, tp: TensorParallel) -> "Setup":
         """Resolve the options. Raises ConfigError for one that the device cannot have."""
         device = select_device(config.device)
         dtype = select_dtype(config.dtype, model_config.dtype, device)
@@ -92,23 +91,16 @@ class Setup:
     def uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.enforce_eager and not self.backends.needs_host
 
-    def load_model(self, folder: Path) -> DecoderForCausalLM:
+    def load_model(self, folder: Path) -> Model:
         """Return the model with its weights, or random ones, on the device."""
-        config, model_config = self.config, self.model_config
-        with torch.device(self.device), default_dtype(self.dtype):
-            model_class = get_model_class(model_config.architecture)
-            model = model_class(model_config, self.longest, self.backends, self.tp)
-        if config.load_format == "dummy":
-            fill_with_random_weights(model, model_config.initializer_range, config.seed + self.tp.rank)
-        else:
-            load_model(model, folder)
-        return model.eval()
+        of_device = self.backends, self.tp, self.device, self.dtype
+        return load(self.model_config, self.config, folder, self.longest, *of_device)
 
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
         return load_dense(self.pooling.dense, self.config.load_format == "dummy", self.device)
 
-    def num_threads(self, model: DecoderForCausalLM) -> int | None:
+    def num_threads(self, model: Model) -> int | None:
         """Return how many CPU threads steps have; None leaves the number as it is."""
         is_small = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < MIN_THREADED_PARAMETERS
         return 1 if is_small else None
@@ -139,7 +131,7 @@ class Setup:
             window=self.groups.window,
             num_windowed_groups=self.groups.num_groups - 1,
             max_prefix_group_rows=self.backends.max_prefix_group_rows,
-            whole_prompts=self.model_config.encoder is not None,
+            whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
         )
 
@@ -178,8 +170,8 @@ class Setup:
 
         Runs such steps, and captures some graphs of decode and of small prefill steps; kernels are compiled on the way.
         """
-        has_decode_graphs = self.uses_graphs and runner.model.generates
-        with compiling_few_rows(runner.model.model, graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
+        has_decode_graphs = self.uses_graphs and runner.model.generates and runner.model.captures_decode
+        with runner.model.compiling_few_rows(graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
             step_bytes = memory.measure_peak_bytes(lambda: self.run_largest_prefills(runner, limits), self.device)
         graph_bytes = self._measure_decode_graphs(limits, runner.decode) if has_decode_graphs else 0
         small_prefill_graphs = runner.state.buffers.prefill_graphs.small
@@ -209,17 +201,19 @@ class Setup:
         count = len(sizes) + shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
-    def allocate_buffers(self, model: DecoderForCausalLM, limits: RunnerLimits) -> StepBuffers:
+    def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:
         """Return what steps need whatever the size of the cache."""
         graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
         # If the rows or their lengths limit steps, and not the token budget, hardly any step has exactly max_tokens.
         captures_largest = max_tokens == self.config.max_num_batched_tokens
         if self.uses_graphs and not self.config.enable_return_routed_experts:
-            graphs = PrefillGraphs.of(model.model, max_tokens, not model.generates, captures_largest)
-        return StepBuffers(model.lm_head.weight.new_empty(limits.max_num_seqs, model.lm_head.vocab.size), graphs)
+            graphs = model.prefill_graphs(max_tokens, captures_largest)
+        return StepBuffers(
+            torch.empty(limits.max_num_seqs, model.vocab.size, dtype=model.logits_dtype, device=self.device), graphs
+        )
 
     def make_model_runner(
-        self, buffers: StepBuffers, model: DecoderForCausalLM, dense: list[DenseLayer], limits: RunnerLimits
+        self, buffers: StepBuffers, model: Model, dense: list[DenseLayer], limits: RunnerLimits
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size

@@ -21,7 +21,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import SECTION_DTYPES, Header, PacketSections, column
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.interface import Model
 from nanoinfer.sampling.filter_threshold import FILTERS, thresholds
 from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
@@ -166,7 +166,7 @@ class Sampler:
             logprobs += self._logprobs.read(some, some_rows, drawn, whole, processed, lowest, temperatures)
         return Sampled(token_ids, logprobs, errors)
 
-    def prompt_logprobs(self, model: DecoderForCausalLM, hidden: Tensor, chunks: list[list[int]]) -> list[SpanLogprobs]:
+    def prompt_logprobs(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[SpanLogprobs]:
         """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
 
         hidden: (num_tokens, hidden_size), of all chunks end to end.
@@ -193,7 +193,7 @@ class Sampler:
 
     def _logprobs_of(
         self,
-        model: DecoderForCausalLM,
+        model: Model,
         hidden: Tensor,
         spans: list[tuple[PromptSpan, int, int]],
         num_best: int,
@@ -205,7 +205,7 @@ class Sampler:
             positions = np.arange(span.start, span.start + span.length)
             places.append(np.stack((positions + to_state, np.full_like(positions, row), positions)))
         states, rows, positions = to_device(torch.from_numpy(np.concatenate(places, axis=1)), self.device)
-        token_ids, vocab, dtype = self.token_ids[rows, positions], model.lm_head.vocab, model.lm_head.weight.dtype
+        token_ids, vocab, dtype = self.token_ids[rows, positions], model.vocab, model.logits_dtype
         normalises = self._logprobs.normalises
         # As many logits at once as float32 copies may take in sampling.
         rows_at_once = ROWS_AT_ONCE * NUM_COPIES * torch.float32.itemsize // dtype.itemsize

@@ -210,4 +210,7 @@ def test_every_architecture_is_listed(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["models"])
     assert ended.value.code == 0
-    assert {*capsys.readouterr().out.split()} >= {*SUPPORTED}
+    listed = capsys.readouterr().out.split()
+    assert {*listed} >= {*SUPPORTED, "GPTNeoXForCausalLM", "DistilBertModel"}
+    assert {*listed}.isdisjoint({"Lfm2ForCausalLM", "FalconForCausalLM", "MobileBertModel"})
+    assert len({name for name in listed if name[0].isupper()}) == len([name for name in listed if name[0].isupper()])

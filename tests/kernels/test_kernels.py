@@ -40,6 +40,7 @@ from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import soft_cap as soft_cap_kernels  # noqa: E402
+from nanoinfer.kernels import store_keys_values as store_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.kernels.barrier import barrier  # noqa: E402
@@ -81,6 +82,7 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (activation.gelu_tanh_and_mul, gated_kernels),
         (activation.gelu_and_mul, gated_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
+        (attention_layer.store, store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
         (filter_threshold.thresholds, threshold_kernels),
         (token_bitmask.forbid_tokens, bitmask_kernels),

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import torch_reference
-from nanoinfer.layers.attention.metadata import LayerCache, PrefillMetadata
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.chunked import ChunkedBackend
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 from tests.attention_cases import DECODE_CASES, FP8, INT8, PREFILL_CASES, Case, Layer, Step, assert_close, random_step
 
@@ -33,6 +36,9 @@ def naive_attention(step: Step) -> Tensor:
         if not spec.causal:
             distance = distance.abs()
         scores[:, (distance < 0) | (distance >= (spec.window or math.inf))] = -torch.inf
+        if spec.chunk is not None:
+            chunks = torch.arange(length) // spec.chunk
+            scores[:, chunks[-len(q) :, None] != chunks] = -torch.inf
         if step.sinks is not None:
             scores = torch.cat((step.sinks.double()[:, None, None].expand(-1, len(q), 1), scores), dim=2)
             v = torch.cat((torch.zeros_like(v[:1]), v))
@@ -91,3 +97,33 @@ def test_a_decode_step_gets_the_same_as_a_chunk_of_one_token() -> None:
     decode, prefill = Case(layer, lens).step(), Case(layer, lens, (1, 1, 1)).step()
     backend = TorchBackend(layer.spec)
     assert_close(decode.run(backend), prefill.run(backend))
+
+
+@pytest.mark.parametrize("query_lens", [None, [1, 32, 33, 1, 20, 70, 3]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["", "8 bits"])
+def test_attention_within_chunks_is_as_written_down(
+    query_lens: list[int] | None, cache_dtype: torch.dtype | None
+) -> None:
+    """Of 32 tokens, two blocks: texts that end before, at and behind their ends, and parts that lie in several."""
+    layer = Layer(cache_dtype=cache_dtype, head_dim=16)
+    step = random_step(layer, [1, 32, 33, 64, 65, 100, 97], query_lens)
+    step.spec = replace(step.spec, chunk=32)
+    backend = AttentionBackends("torch", torch.device("cpu"), torch.float32, 16, cache_dtype is not None)
+    assert_close(step.run(backend.for_layer(step.spec)), naive_attention(step).float())
+
+
+def test_a_padding_row_of_a_decode_step_has_no_chunk() -> None:
+    step = random_step(Layer(head_dim=16), [40, 70])
+    whole = replace(step.spec, chunk=32)
+    backend = ChunkedBackend(whole, 32, TorchBackend(step.spec), 16)
+    metadata = step.metadata
+    assert isinstance(metadata, DecodeMetadata)
+    step.metadata = replace(metadata, context_lens=torch.tensor([0, 70], dtype=torch.int32))
+    cut = backend.plan(step.metadata, KVCache(step.cache.k[None], step.cache.v[None])).plans[whole]
+    assert cut.context_lens.tolist() == [0, 6]
+
+
+def test_blocks_that_do_not_divide_a_chunk_are_refused() -> None:
+    spec = replace(Layer(head_dim=16).spec, chunk=24)
+    with pytest.raises(ConfigError, match="kvcache_block_size=16 does not divide the 24 tokens of a chunk"):
+        ChunkedBackend(spec, 24, TorchBackend(spec), 16)

@@ -53,6 +53,7 @@ class Attention(nn.Module):
         return self.backend.decode(q, cache, metadata, sinks)
 
 
+@triton_on_cuda(lambda: kernels.store_keys_values.store)
 def store(
     k: Tensor,
     v: Tensor,

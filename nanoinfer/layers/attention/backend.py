@@ -18,6 +18,7 @@ class AttentionSpec:
     Xiao et al. 2023; learned as in gpt-oss). causal: whether a token attends only to itself and to those before it;
     otherwise to all of its text, or to `window` tokens on each side, itself counted on both. soft_cap: scaled scores
     become soft_cap * tanh(score / soft_cap) before the softmax, so that none is larger (Gemma 2); None leaves them.
+    chunk: a token attends only within the chunk of so many positions that it lies in (Llama 4); None leaves it.
     """
 
     num_heads: int
@@ -28,6 +29,7 @@ class AttentionSpec:
     has_sinks: bool = False
     causal: bool = True
     soft_cap: float | None = None
+    chunk: int | None = None
 
     @property
     def group_size(self) -> int:

@@ -1,10 +1,13 @@
 """Which attention backend serves a device, a dtype and a kind of layer."""
 
+from dataclasses import replace
+
 import torch
 
 from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.chunked import ChunkedBackend
 from nanoinfer.layers.attention.metadata import KVCache, MetadataT
 from nanoinfer.layers.attention.torch_reference import TorchBackend
 
@@ -33,8 +36,10 @@ class AttentionBackends:
     def for_layer(self, spec: AttentionSpec) -> AttentionBackend:
         """Return the backend of layers like this one. Raises ConfigError where none can serve, with the reason."""
         if spec not in self._backends:
-            options = self.device, self.dtype, spec, self.block_size, self.in_8_bits
-            self._backends[spec] = select_backend(self.requested, *options)
+            options = self.device, self.dtype, replace(spec, chunk=None), self.block_size, self.in_8_bits
+            backend = select_backend(self.requested, *options)
+            chunk = spec.chunk
+            self._backends[spec] = ChunkedBackend(spec, chunk, backend, self.block_size) if chunk else backend
         return self._backends[spec]
 
     def plan(self, metadata: MetadataT, cache: KVCache, windowed: bool | None = None) -> MetadataT:

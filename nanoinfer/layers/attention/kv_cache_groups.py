@@ -8,7 +8,7 @@ it would be without groups, and kernels know nothing of them.
 
 from typing import NamedTuple
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 
 MAX_GROUPS = 9  # more tables take each step too long
 MAX_EMPTY_SHARE = 0.15  # of the memory that a token takes while it is within the window
@@ -34,7 +34,7 @@ class KVCacheGroups(NamedTuple):
     places: tuple[LayerPlace, ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, max_positions: int) -> "KVCacheGroups":
+    def of(cls, config: BaseModelConfig, max_positions: int) -> "KVCacheGroups":
         """Return the groups of a model whose sequences have so many tokens at most; one group where more do not pay."""
         windows = [
             window for index, window in enumerate(config.windows_within(max_positions)) if not config.is_linear(index)

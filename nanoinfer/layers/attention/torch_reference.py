@@ -17,7 +17,8 @@ class TorchBackend(AttentionBackend):
     needs_host = True
 
     def __init__(self, spec: AttentionSpec) -> None:
-        assert spec.causal or spec.soft_cap is None, "attention to both sides caps no scores here"
+        has_neither = spec.soft_cap is None and not spec.has_sinks
+        assert spec.causal or has_neither, "attention to both sides has no caps and no sinks here"
         self.spec = spec
         self._scratch: list[Tensor] = []  # for gathered keys and values: new memory costs a CPU as much as the rest
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.device import zeros
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 
@@ -70,7 +70,7 @@ class StateShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel) -> "StateShape | None":
+    def of(cls, config: BaseModelConfig, dtype: torch.dtype, tp: TensorParallel) -> "StateShape | None":
         """Return the sizes of a model's states; None where it has none. dtype: that of the model."""
         linear = config.linear_attention
         if linear is None:

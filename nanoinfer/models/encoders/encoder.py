@@ -28,6 +28,7 @@ from nanoinfer.layers.score_head import ScoreHead
 from nanoinfer.models.decoder_spec import LayerTraits
 from nanoinfer.models.encoders.layers import ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.native_model import NativeModel
 
 
 def encoder_config(config: ModelConfig) -> EncoderConfig:
@@ -226,8 +227,8 @@ class EncoderScore(nn.Module):
         return self.out(states)
 
 
-class EncoderModel(nn.Module):
-    """An encoder, and the head of a classifier. It has what the runner asks of a DecoderForCausalLM.
+class EncoderModel(NativeModel):
+    """An encoder, and the head of a classifier.
 
     An architecture is a subclass that says how a checkpoint calls the weights.
     """
@@ -251,7 +252,7 @@ class EncoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.generates = False
-        self.model = Encoder(config, max_positions, backends, tp)
+        self.model: Any = Encoder(config, max_positions, backends, tp)  # it has what the runner asks of a Decoder
         self.lm_head = NoHead(config.vocab_size, config.hidden_size, tp)
         head = config.head
         assert head is not None, "an encoder has no language-model head"

@@ -1,0 +1,96 @@
+"""What the engine and the runner ask of a model's config, whoever computes the layers."""
+
+from dataclasses import dataclass, field
+
+from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig
+from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.pooling_config import HeadConfig, PoolingConfig
+from nanoinfer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModelConfig:
+    """Holds the sizes that the cache, the tables and the heads depend on.
+
+    Layers are counted as the cache does: one for each attention, and one for each recurrence.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    initializer_range: float
+    dtype: str
+    windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
+    moe: MoEConfig | None = None
+    linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
+    head: HeadConfig | None = None  # None: a language-model head
+    # What becomes of hidden states; None until the folder was read, which says more than config.json.
+    pooling: PoolingConfig | None = field(default=None, compare=False)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Return whether tokens attend to all of a text, so that texts are computed whole and nothing is kept."""
+        return False
+
+    @property
+    def has_dynamic_rope(self) -> bool:
+        """Return whether rotations beyond `max_model_len` would depend on the current length."""
+        return False
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the longest sequence, in tokens, that the model's positions are made for."""
+        return self.max_position_embeddings
+
+    @property
+    def refusal_reason(self) -> str | None:
+        """Return why the model completes no prompts, and which calls serve it; None if it does."""
+        if self.head is None:
+            return None
+        return f"{self.architecture} has no language-model head here; use " + (
+            "classify or reward" if self.head.is_classifier else "embed"
+        )
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Return whether requests can reuse cached prefixes: not with an encoder, nor if all tokens are pooled."""
+        if self.is_encoder:
+            return False
+        return self.head is None or (self.pooling is not None and self.pooling.finds_prefixes)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Return how many layers need memory for keys and values; all layers of an encoder share that of one."""
+        if self.is_encoder:
+            return 1
+        return len(self.windows) - (self.linear_attention.num_layers if self.linear_attention else 0)
+
+    def is_linear(self, index: int) -> bool:
+        """Return whether a layer has linear attention."""
+        return self.linear_attention is not None and self.linear_attention.is_linear[index]
+
+    def windows_within(self, max_positions: int) -> tuple[int | None, ...]:
+        """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""
+        return tuple(window if window and window < max_positions else None for window in self.windows)
+
+    def longest_sequence(self, requested: int | None) -> int:
+        """Return how long a sequence may be: as asked for, or as the model allows. Raises ConfigError above that."""
+        limit = self.max_model_len
+        if requested is not None and requested > limit:
+            remedy = f"use at most {limit}, or a config.json with RoPE scaling"
+            if self.has_dynamic_rope:
+                remedy = (
+                    f"use at most {limit}: beyond it rope_type='dynamic' depends on the current length, so that keys "
+                    "in the KV cache would disagree with newer ones"
+                )
+            raise ConfigError(f"max_model_len={requested} is above the model's own limit of {limit} tokens; {remedy}")
+        return requested or limit
+
+    def check_tensor_parallel_size(self, size: int) -> None:
+        """Raise ConfigError where the model cannot be split over `size` ranks, with the sizes that would do."""
+        raise NotImplementedError

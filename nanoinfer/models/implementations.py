@@ -1,0 +1,90 @@
+"""Whose layers a model has: our own where we wrote them, else transformers'. Nobody else asks which."""
+
+import logging
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from nanoinfer.checkpoint.base_config import BaseModelConfig
+from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
+from nanoinfer.checkpoint.model_config import ModelConfig, read_architecture
+from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
+from nanoinfer.checkpoint.overrides import override
+from nanoinfer.checkpoint.pooling_config import split_architecture
+from nanoinfer.config import EngineConfig
+from nanoinfer.device import default_dtype
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.errors import ConfigError, ModelError
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.models import SUPPORTED, get_model_class
+from nanoinfer.models.interface import Model
+
+logger = logging.getLogger("nanoinfer")
+
+FIRST_VERSION = "4.53"  # of transformers, whose attention and masks can be replaced as we do
+
+
+def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
+    """Read the config of a model, and choose whose layers it has. Raises ModelError for one that cannot be run."""
+    overrides, quantization, runner = options.hf_overrides, options.quantization, options.runner
+    if options.model_impl == "nanoinfer" or not uses_transformers(folder, options):
+        return ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, runner)
+    if options.enable_return_routed_experts:
+        raise ConfigError(
+            "enable_return_routed_experts=True needs layers of nanoinfer's own, and those of this model are "
+            "transformers'; leave it out"
+        )
+    from nanoinfer.models.transformers.transformers_config import read_transformers_config  # slow to import
+
+    config = read_transformers_config(folder, overrides, quantization, runner)
+    is_native = config.architecture in SUPPORTED
+    why = "as model_impl='transformers' asks" if is_native else "which nanoinfer has no layers of its own for"
+    logger.info("%s runs by the layers of transformers, %s", config.architecture, why)
+    return config
+
+
+def uses_transformers(folder: Path, options: EngineConfig) -> bool:
+    """Return whether transformers is to compute the layers of a model. Raises ModelError for a version that cannot."""
+    if not (folder / "config.json").exists():
+        raise ModelError(f"{folder} {explain_folder(folder)}")
+    raw = read_json(folder / "config.json")
+    raw = override(raw, options.hf_overrides) if options.hf_overrides else raw
+    name = read_architecture(raw)
+    is_native = split_architecture(raw, name, SUPPORTED)[0] in SUPPORTED
+    if not raw.get("architectures") or (is_native and options.model_impl == "auto"):
+        return False
+    if find_spec("transformers.masking_utils") is None:
+        version = metadata.version("transformers")
+        why = "" if is_native else f"{explain_architecture(raw, name, SUPPORTED)}. "
+        raise ModelError(
+            f"{why}Layers of transformers run from version {FIRST_VERSION} on, and {version} is installed; upgrade it"
+        )
+    return True
+
+
+def load(
+    config: BaseModelConfig,
+    options: EngineConfig,
+    folder: Path,
+    max_positions: int,
+    backends: AttentionBackends,
+    tp: TensorParallel,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Model:
+    """Return a model with its weights, or random ones, on the device. max_positions: the longest sequence."""
+    random_seed = options.seed + tp.rank if options.load_format == "dummy" else None
+    if not isinstance(config, ModelConfig):
+        from nanoinfer.models.transformers.transformers_model import TransformersModel
+
+        return TransformersModel.load(config, folder, max_positions, backends, device, dtype, random_seed)
+    with torch.device(device), default_dtype(dtype):
+        model = get_model_class(config.architecture)(config, max_positions, backends, tp)
+    if random_seed is None:
+        load_model(model, folder)
+    else:
+        fill_with_random_weights(model, config.initializer_range, random_seed)
+    return model.eval()

@@ -1,0 +1,55 @@
+"""What our own decoders and encoders share towards the runner: see `Model` in `interface.py`."""
+
+from collections.abc import Set
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.distributed.tensor_parallel import VocabShard
+from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanoinfer.models import execution
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.execution import PrefillGraphs
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.hidden_state_hooks import forward_with_hidden_states
+
+
+class NativeModel(nn.Module):
+    """Gives the runner what it asks of a model, from a decoder (or an encoder) and its head."""
+
+    model: Decoder
+    lm_head: ParallelLMHead
+    generates: bool
+    captures_decode = True
+
+    @property
+    def has_token_types(self) -> bool:
+        return self.model.has_second_types
+
+    @property
+    def vocab(self) -> VocabShard:
+        return self.lm_head.vocab
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
+        weights = VocabParallelEmbedding.forward(self.lm_head, token_ids)  # of all ranks
+        return self.finish_logits(F.linear(hidden.float(), weights.float()))
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Turn what the head's product has, (num_rows, size), into logits, in its place."""
+        return logits
+
+    def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        return forward_with_hidden_states(self.model, step, layers)
+
+    def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
+        return PrefillGraphs.of(self.model, max_step_tokens, not self.generates, captures_largest)
+
+    def compiling_few_rows(self, sizes: list[int]) -> AbstractContextManager[None]:
+        return execution.compiling_few_rows(self.model, sizes)

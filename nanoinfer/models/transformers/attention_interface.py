@@ -1,0 +1,86 @@
+"""The attention function that models of transformers call: it hands each call to whoever runs the model.
+
+transformers has a registry of attention functions by name. A model whose config names ours calls it in each layer, in
+the same order in each step. Masks are not made then, unless the config names the function of probes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION, PROBED_ATTENTION = "nanoinfer", "nanoinfer_probe"
+
+# (module, query, key, value, mask, options) -> the heads' outputs (1, num_tokens, num_heads, head_dim of the values).
+# query, key, value: (1, their number of heads, num_tokens, head_dim).
+AttentionHandler = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
+MaskFunction = Callable[..., Any]  # (batch, head, query's position, key's position) -> whether the query sees the key
+MaskHandler = Callable[[MaskFunction, int, int, torch.device], Tensor]
+
+# Who handles the calls of the model that this thread runs: transformers passes no argument of ours to all its layers.
+_attention_handler: ContextVar[AttentionHandler] = ContextVar("attention_handler")
+_mask_handler: ContextVar[MaskHandler] = ContextVar("mask_handler")
+
+
+@contextmanager
+def handling_attention(handler: AttentionHandler) -> Iterator[None]:
+    """Let `handler` compute the attention of models that run within the block."""
+    token = _attention_handler.set(handler)
+    try:
+        yield
+    finally:
+        _attention_handler.reset(token)
+
+
+@contextmanager
+def probing_masks(model: PreTrainedModel, handler: MaskHandler) -> Iterator[None]:
+    """Let `handler` make the masks of `model`, which asks for none otherwise."""
+    token = _mask_handler.set(handler)
+    name_attention(model, PROBED_ATTENTION)
+    try:
+        yield
+    finally:
+        _mask_handler.reset(token)
+        name_attention(model, ATTENTION)
+
+
+def name_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention function of a model's text part; what sees or hears keeps transformers' own."""
+    of_parts = (getattr(part, "config", None) for part in text_part(model).modules())
+    for config in (model.config, model.config.get_text_config(), *of_parts):
+        if config is not None:
+            config._attn_implementation_internal = name
+
+
+def text_part(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that reads token ids; of one for texts alone, the model without its head."""
+    base = base_model(model)
+    return getattr(base, "language_model", None) or base
+
+
+def base_model(model: PreTrainedModel) -> nn.Module:
+    """Return the model without its head. `get_decoder` finds other parts in some classes."""
+    found = (getattr(model, name, None) for name in (model.base_model_prefix, "model") if name)
+    return next((part for part in found if isinstance(part, nn.Module)), model)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    return _attention_handler.get()(module, query, key, value, attention_mask, options), None
+
+
+def _mask(
+    *, q_length: int, kv_length: int, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any
+) -> Tensor:
+    return _mask_handler.get()(mask_function, q_length, kv_length, torch.device(device))
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(PROBED_ATTENTION, _attention)
+AttentionMaskInterface.register(PROBED_ATTENTION, _mask)

@@ -1,0 +1,102 @@
+"""A model of transformers in two halves: its layers, and what its own head makes of hidden states."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nanoinfer.models.transformers.attention_interface import base_model
+
+
+class SplitModel:
+    """Runs the layers of a model, and its head, apart from each other.
+
+    layers: the model without its head. first_position: what it calls the place of a text's first token; RoBERTa and
+    its like begin after the row of their table that padding has.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        inner = getattr(model, "language_model", None)  # of Llama 4, with a head of its own
+        if isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None:
+            model = inner
+        self.model, self.layers = model, base_model(model)
+        self.first_position = _first_position(self.layers)
+        text = model.config.get_text_config()
+        if getattr(text, "pad_token_id", None) is None:
+            text.pad_token_id = 0  # classifiers of several texts want one
+        self._padding = int(text.pad_token_id)
+        for part in model.modules():  # to look for padding among the inputs, GPT-2 would wait for the device
+            if isinstance(part, PreTrainedModel):
+                part.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+
+    def run(self, token_ids: Tensor, positions: Tensor | None, **options: Any) -> Any:
+        """Return what the layers return of a step: first of all its hidden states, (1, num_tokens, hidden_size).
+
+        token_ids, positions: (num_tokens,) each. positions: from 0 on; None lets the model count them itself.
+        """
+        if positions is not None:
+            positions = (positions + self.first_position if self.first_position else positions)[None]
+        return self.layers(input_ids=token_ids[None].long(), position_ids=positions, **{"use_cache": False, **options})
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, vocab_size), by the model's own forward."""
+        return self.run_head(hidden[None])[0]
+
+    def score(self, vectors: Tensor) -> Tensor:
+        """(num_vectors, hidden_size) -> logits (num_vectors, num_labels): each vector is a text of one token."""
+        logits = self.run_head(vectors[:, None].to(self.model.dtype))
+        return logits.reshape(len(vectors), -1).float()
+
+    def run_head(self, hidden: Tensor) -> Tensor:
+        """Return the model's own logits of hidden states (batch, num_tokens, hidden_size).
+
+        So scales, soft caps and biases come along. Its layers are left out: their forward returns `hidden`.
+        """
+        given = GivenStates(hidden, self._pooled(hidden))
+        found = (self.layers, self.model.get_decoder())
+        parts = {id(part): part for part in found if isinstance(part, PreTrainedModel) and part is not self.model}
+        for part in parts.values():
+            part.forward = lambda *_, **__: given
+        try:
+            ids = torch.full(hidden.shape[:2], 1 + self._padding, device=hidden.device)  # not padding
+            output = self.model(input_ids=ids, position_ids=ids, use_cache=False)
+        finally:
+            for part in parts.values():
+                del part.forward
+        logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
+        return logits
+
+    def _pooled(self, hidden: Tensor) -> Tensor | None:
+        """Return what the pooler within the layers of BERT's relatives makes of each text, (batch, hidden_size)."""
+        pooler = getattr(self.layers, "pooler", None)
+        if not isinstance(pooler, nn.Module) or self.model is self.layers:
+            return None
+        activation: Any = getattr(self.layers, "pooler_activation", None)  # of ALBERT
+        pooled: Tensor = pooler(hidden) if activation is None else activation(pooler(hidden[:, 0]))
+        return pooled
+
+
+class GivenStates:
+    """Stands for the output of a model without its head: hidden states that are there already."""
+
+    def __init__(self, hidden: Tensor, pooled: Tensor | None) -> None:
+        self.last_hidden_state = hidden  # (batch, num_tokens, hidden_size)
+        self.pooler_output = pooled
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return ()
+        return (self.last_hidden_state, self.pooler_output)[index] if index in (0, 1) else None
+
+
+def _first_position(layers: nn.Module) -> int:
+    for name, module in layers.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.padding_idx + 1
+    return 0

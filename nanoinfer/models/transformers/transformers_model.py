@@ -1,0 +1,306 @@
+"""A model of transformers as the runner runs it: see `Model` in `models/interface.py`."""
+
+import inspect
+import logging
+from collections.abc import Set
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nanoinfer.checkpoint.base_config import BaseModelConfig
+from nanoinfer.checkpoint.loader import iterate_weights
+from nanoinfer.checkpoint.weights import listed
+from nanoinfer.device import default_dtype
+from nanoinfer.distributed.tensor_parallel import VocabShard
+from nanoinfer.errors import ModelError
+from nanoinfer.layers.attention.attention_layer import store
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
+from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.models.execution import PrefillGraphs
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
+from nanoinfer.models.transformers.fast_norms import use_norm_kernel
+from nanoinfer.models.transformers.guards import check_cache, check_head, check_mixing, why_not_captured
+from nanoinfer.models.transformers.probe import AttentionCall
+from nanoinfer.models.transformers.split_model import SplitModel
+from nanoinfer.models.transformers.transformers_config import (
+    TransformersConfig,
+    dtype_option,
+    find_class,
+    make_config,
+    shortened,
+)
+
+logger = logging.getLogger("nanoinfer")
+
+# What transformers reports of weights, and what it means.
+FAULTS = {
+    "missing_keys": "lacks weights for",
+    "unexpected_keys": "has weights that the model does not know:",
+    "mismatched_keys": "has weights of other shapes than config.json implies:",
+}
+
+
+class CachedAttention:
+    """Computes one attention call of each step, over the paged cache.
+
+    place: its part of the cache. num_kv_heads, head_dim: those of the cache, to which the call's own are filled up.
+    """
+
+    def __init__(
+        self, call: AttentionCall, place: LayerPlace, num_kv_heads: int, head_dim: int, backend: AttentionBackend
+    ) -> None:
+        self._place, self._num_kv_heads, self._head_dim, self._backend = place, num_kv_heads, head_dim, backend
+        self._value_dim = call.value_dim
+
+    def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """(1, heads, num_tokens, size) each -> the heads' outputs (1, num_tokens, num_heads, the values' size)."""
+        q, k, v = (self._padded(x[0].transpose(0, 1)) for x in (query, key, value))
+        if k.shape[1] != self._num_kv_heads:
+            k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
+        q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
+        cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
+        store(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
+        sinks = None if sinks is None else sinks.flatten().to(q.dtype)
+        if isinstance(metadata, PrefillMetadata):
+            heads = self._backend.prefill(q, k, v, cache, metadata, sinks)
+        else:
+            heads = self._backend.decode(q, cache, metadata, sinks)
+        return heads[:, :, : self._value_dim][None]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self._head_dim - x.shape[2]
+        return F.pad(x, (0, missing)) if missing else x
+
+
+class TransformersModel(nn.Module):
+    """Runs the layers of a model of transformers with our attention, and its own head.
+
+    max_positions: the longest sequence. backends: how attention is computed, call by call.
+    """
+
+    ignored_weights: tuple[str, ...] = ()
+    is_tied = False  # what is tied has one name that is read
+    unused_prefixes: tuple[str, ...] = ()
+
+    def __init__(
+        self, model: SplitModel, config: TransformersConfig, max_positions: int, backends: AttentionBackends
+    ) -> None:
+        super().__init__()
+        self.hf_model, self._split = model.model, model
+        self.generates = config.head is None or config.head.kind == "vocabulary"
+        self.score = model.score if config.head is not None and config.head.kind in ("sequence", "tokens") else None
+        self.captures_decode = config.captures_decode
+        self.has_token_types = "token_type_ids" in inspect.signature(model.layers.forward).parameters
+        self.vocab = VocabShard(0, config.vocab_size if self.generates else 0)
+        self.logits_dtype = next(self.parameters()).dtype
+        self._attentions = _cached_attentions(config, max_positions, backends)
+        stored = {name for name, _ in self.named_parameters()}
+        self.ignored_weights = tuple(  # a weight that is tied has its own name once
+            name for name in model.model.state_dict() if f"hf_model.{name}" not in stored
+        )
+
+    @classmethod
+    def load(
+        cls,
+        config: BaseModelConfig,
+        folder: Path,
+        max_positions: int,
+        backends: AttentionBackends,
+        device: torch.device,
+        dtype: torch.dtype,
+        random_seed: int | None,
+    ) -> "TransformersModel":
+        """Return the model on its device, with its weights, or random ones if there is a seed.
+
+        Raises ModelError for weights that are missing, left over or of another shape, and for a model that `guards.py`
+        refuses.
+        """
+        assert isinstance(config, TransformersConfig), f"{config.architecture} was not read as a model of transformers"
+        model_class = find_class(config.fields)
+        if random_seed is None:
+            model = _load_weights(model_class, config, folder, dtype).to(device)
+        else:
+            model = _draw_weights(model_class, config, device, dtype, random_seed)
+        name_attention(model, ATTENTION)
+        _keep_buffers_as_weights(model)
+        freeze_rope(model, max_positions)
+        model.eval().requires_grad_(False)
+        if device.type == "cuda":
+            use_norm_kernel(model)
+        split = SplitModel(model)
+        check_mixing(split, config.vocab_size)
+        if not config.is_encoder:
+            check_cache(split)
+        if config.pooling is not None and config.pooling.is_classifier and not config.pooling.token_ids:
+            check_head(split, config.pooling.method, config.hidden_size)
+        loaded = cls(split, config, max_positions, backends).eval()
+        if loaded.captures_decode and loaded.generates and device.type == "cuda" and (why := why_not_captured(split)):
+            loaded.captures_decode = False
+            logger.info("%s decodes without CUDA graphs: %s", config.architecture, why)
+        return loaded
+
+    def untie(self) -> None:
+        """Do nothing: transformers has decided which weights are one."""
+
+    def locate(self, name: str) -> tuple[str, str | None]:
+        return f"hf_model.{name}", None
+
+    def checkpoint_name(self, place: tuple[str, str | None]) -> str:
+        return place[0].removeprefix("hf_model.")
+
+    def forward(self, step: ForwardStep) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        with handling_attention(_StepAttention(self._attentions, step)):
+            return self._split.run(step.token_ids, step.positions, **self._options(step))[0][0]
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, vocab.size), in `out` if it is given."""
+        logits = self._split.compute_logits(hidden)
+        return logits if out is None else out.copy_(logits)
+
+    def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
+        return self._split.compute_logits(hidden)[:, token_ids].float()
+
+    def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
+        with handling_attention(_StepAttention(self._attentions, step)):
+            options = self._options(step)
+            output = self._split.run(step.token_ids, step.positions, output_hidden_states=True, **options)
+        return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
+
+    def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
+        return PrefillGraphs()
+
+    def compiling_few_rows(self, sizes: list[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _options(self, step: ForwardStep) -> dict[str, Tensor]:
+        return {} if step.token_types is None else {"token_type_ids": step.token_types[None].long()}
+
+
+class _StepAttention:
+    """Answers the attention calls of one step, in order."""
+
+    def __init__(self, attentions: list[CachedAttention], step: ForwardStep) -> None:
+        self._attentions, self._step = iter(attentions), step
+
+    def __call__(
+        self,
+        _module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        assert mask is None, "a mask was made, though none was asked for"
+        return next(self._attentions)(self._step, query, key, value, options.get("s_aux"))
+
+
+def _cached_attentions(
+    config: TransformersConfig, max_positions: int, backends: AttentionBackends
+) -> list[CachedAttention]:
+    heads = config.num_key_value_heads, config.head_dim
+    windows, places = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions).places
+    found = []
+    for call, window, place in zip(config.calls, windows, places, strict=True):
+        chunk = call.sight.chunk
+        spec = AttentionSpec(
+            num_heads=call.num_heads,
+            num_kv_heads=heads[0],
+            head_dim=heads[1],
+            scale=call.scale,
+            window=window,
+            has_sinks=call.has_sinks,
+            causal=call.sight.causal,
+            soft_cap=call.soft_cap,
+            chunk=chunk if chunk is not None and chunk < max_positions else None,
+        )
+        place = LayerPlace(0, 0) if config.is_encoder else place
+        found.append(CachedAttention(call, place, *heads, backends.for_layer(spec)))
+    return found
+
+
+def _load_weights(
+    model_class: type[PreTrainedModel], config: TransformersConfig, folder: Path, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Return a model with the weights of a folder, on the CPU: transformers knows what to rename and to merge."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in iterate_weights(folder):
+        if name in tensors:
+            raise ModelError(f"{folder} has {name} in two of its files; remove the file that is not of this checkpoint")
+        tensors[name] = tensor
+    options: dict[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True, **dtype_option(dtype)}
+    try:
+        # Without the last option, the error for a weight of another shape names none.
+        model, found = model_class.from_pretrained(
+            None,
+            config=make_config(model_class, config.fields),
+            state_dict=tensors,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except Exception as error:  # what converts weights fails in its own ways
+        raise ModelError(f"transformers cannot load the weights of {folder}: {shortened(error)}") from error
+    for kind, what in FAULTS.items():
+        if names := sorted(str(name) for name in found.get(kind) or ()):
+            raise ModelError(f"{folder} {what} {listed(names)}; is this config.json that of the checkpoint?")
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _draw_weights(
+    model_class: type[PreTrainedModel], config: TransformersConfig, device: torch.device, dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
+    """Return a model on its device with the random weights that transformers begins to train with."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device), default_dtype(dtype):
+        torch.manual_seed(seed)
+        drawn: PreTrainedModel = model_class._from_config(
+            make_config(model_class, config.fields), attn_implementation=ATTENTION, **dtype_option(dtype)
+        )
+    return drawn
+
+
+def _keep_buffers_as_weights(model: nn.Module) -> None:
+    """Make parameters of the buffers that checkpoints hold, so that they sleep and are updated as other weights.
+
+    And let each weight have memory of its own: those of a file may be views of it, which cannot be freed.
+    """
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+    for param in model.parameters():
+        if not param.untyped_storage().resizable() or param.untyped_storage().nbytes() != param.nbytes:
+            param.data = param.data.clone()
+
+
+def freeze_rope(model: nn.Module, max_positions: int) -> None:
+    """Fix rotations that depend on the longest position of a step, as for the longest sequence.
+
+    Keys of one sequence must agree whatever runs beside it, and finding the longest position waits for the device.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        by_type = kinds if isinstance(kinds, dict) else {None: kinds}
+        changing = [layer_type for layer_type, kind in by_type.items() if kind in ("dynamic", "longrope")]
+        for layer_type in changing:
+            buffer = next(module.buffers())
+            positions = torch.tensor([[max_positions - 1]], device=buffer.device)
+            options = {} if layer_type is None else {"layer_type": layer_type}
+            module.forward(buffer, positions, **options)
+        if changing:
+            unchanging = dict.fromkeys(by_type, "default")
+            module.__dict__["rope_type"] = unchanging if isinstance(kinds, dict) else "default"
