@@ -456,7 +456,7 @@ def test_a_closed_llm_is_shown_as_closed(random_checkpoint: Checkpoint) -> None:
 
 
 def test_an_llm_is_not_copied_to_another_process_and_datasets_tell_one_from_another(
-    llm: LLM, random_checkpoint: Checkpoint
+    llm: LLM, random_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     for copied in (llm, llm.generate):
         with pytest.raises(TypeError, match=r"an LLM cannot be pickled or copied, .* leave num_proc out of map"):
@@ -464,7 +464,9 @@ def test_an_llm_is_not_copied_to_another_process_and_datasets_tell_one_from_anot
     with pytest.raises(TypeError, match="an LLM cannot be pickled"):
         copy.copy(llm)
     assert datasets_hash(llm) == datasets_hash(llm)
-    with LLM(random_checkpoint(), device="cpu") as other:
+    folder = shutil.copytree(random_checkpoint(), tmp_path / "model")
+    (folder / "link").symlink_to("nowhere")  # no file of the model
+    with LLM(folder, device="cpu") as other:
         before = datasets_hash(other)
         assert before != datasets_hash(llm), "it has other options"
         other.update_weights({})
