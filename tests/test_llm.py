@@ -566,7 +566,7 @@ def test_what_vllms_generate_and_chat_take_is_accepted_where_it_asks_for_nothing
         (
             tiny.chat,
             {"lora_request": 1},
-            "chat has no option 'lora_request'; adapters are not supported; merge it into",
+            "chat has no option 'lora_request'; adapters are not supported; merge the adapter into",
         ),
         (tiny.chat, {"use_tqmd": True}, "chat has no option 'use_tqmd'; did you mean 'use_tqdm'? Options: messages, "),
     ):

@@ -1385,7 +1385,7 @@ def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys
         *(
             (
                 f"run-batch --model m -i in -o out {option}",
-                f"{option.split()[0]} (adapters are not supported; merge it into its base model with peft's "
+                f"{option.split()[0]} (adapters are not supported; merge the adapter into its base model with peft's "
                 "merge_and_unload, and give the folder where that is saved); see",
             )
             for option in ("--enable-lora", "--lora-modules a=b", "--lora-path a")
