@@ -144,11 +144,12 @@ class Template:
         """Return whether the template reads a content in parts; some of the others write out the list itself."""
         role = messages[place]["role"]
         if role not in self._reads_parts:
-            part = {"text": MARK, f"{MARK}Key": ""}
-            text = self._try(_replace(messages, place, {**messages[place], "content": _parts([part])}))
+            parts = _parts([{"text": f"{MARK}1", f"{MARK}Key": ""}, {"text": f"{MARK}2"}])
+            text = self._try(_replace(messages, place, {**messages[place], "content": parts}))
             if text is None and self._try(messages) is None:  # a wrong conversation says nothing about the template
                 return False
-            self._reads_parts[role] = text is not None and MARK in text and f"{MARK}Key" not in text
+            has_both = text is not None and f"{MARK}1" in text and f"{MARK}2" in text
+            self._reads_parts[role] = has_both and f"{MARK}Key" not in str(text)
         return self._reads_parts[role]
 
     def _call_form(self, messages: Conversation, index: int) -> tuple[str | None, bool]:

@@ -123,6 +123,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"text": 
         ("{{ messages[0].content | trim }}", "one\ntwo"),
         ("{{ messages[0].content | tojson }}", '"one\\ntwo"'),
         ("{{ messages[0].content if messages[0].content is string else '' }}", "one\ntwo"),
+        # Gemma 3 reads so of a system message.
+        ("{{ messages[0].content if messages[0].content is string else messages[0].content[0].text }}", "one\ntwo"),
         ("{{ '<' + messages[0].content + '>' }}", "<one\ntwo>"),
         ("{% for part in messages[0].content if part.type == 'text' %}<{{ part.text }}>{% endfor %}", "<one><two>"),
         (
