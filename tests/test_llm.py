@@ -507,7 +507,11 @@ def test_chats_have_hidden_states_of_their_prompts(tiny: LLM) -> None:
         ("astream", {"sampling_param": SHORT}, "astream has no option 'sampling_param'; did you mean"),
         ("embed", {"promptname": "q"}, "embed has no option 'promptname'; did you mean 'prompt_name'?"),
         ("embed", {"truncate_prompt_tokens": 3}, "did you mean 'tokenization_kwargs'?"),
-        ("classify", {"lora_request": 1}, "classify has no option 'lora_request'; nanoinfer does not support it."),
+        (
+            "classify",
+            {"lora_request": 1},
+            "classify has no option 'lora_request'; adapters are not supported; merge the adapter into its base model",
+        ),
         ("reward", {"use_tqmd": True}, "reward has no option 'use_tqmd'; did you mean 'use_tqdm'?"),
         ("aembed", {"prompt_nam": "q"}, "aembed has no option 'prompt_nam'; did you mean 'prompt_name'?"),
         ("agenerate", {"guided_json": None}, None),
