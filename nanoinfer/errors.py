@@ -82,8 +82,8 @@ def closed_error(failure: NanoinferError | None) -> NanoinferError:
 
 NOT_SUPPORTED = "nanoinfer does not support it"
 NO_ADAPTERS = (
-    "adapters are not supported; merge it into its base model with peft's merge_and_unload, and give the folder where "
-    "that is saved"
+    "adapters are not supported; merge the adapter into its base model with peft's merge_and_unload, and give the "
+    "folder where that is saved"
 )
 ABOUT_ADAPTERS = re.compile(r"lora|peft|(?<!prompt_)adapter")  # in the name of an option
 # For an option that nanoinfer does not have: the values that ask for what it does anyway, and why it takes no others.

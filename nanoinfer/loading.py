@@ -52,7 +52,8 @@ class FoundModel:
 
     def list_files(self) -> list[tuple[str, int, int]]:
         """Return name, bytes and time of the model's files: what tells other weights in the same folder."""
-        found = ((path.name, path.stat()) for path in sorted(self.folder.iterdir()))
+        paths = filter(Path.exists, sorted(self.folder.iterdir()))  # of links, those that lead somewhere
+        found = ((path.name, path.stat()) for path in paths)
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
     def load_tokenizer(self) -> Tokenizer | None:

@@ -102,8 +102,8 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
 
 
 MERGE = (
-    "adapters are not supported; merge it into its base model with peft's merge_and_unload, and give the folder where "
-    "that is saved."
+    "adapters are not supported; merge the adapter into its base model with peft's merge_and_unload, and give the "
+    "folder where that is saved."
 )
 
 

@@ -456,7 +456,7 @@ def test_a_closed_llm_is_shown_as_closed(random_checkpoint: Checkpoint) -> None:
 
 
 def test_an_llm_is_not_copied_to_another_process_and_datasets_tell_one_from_another(
-    llm: LLM, random_checkpoint: Checkpoint
+    llm: LLM, random_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     for copied in (llm, llm.generate):
         with pytest.raises(TypeError, match=r"an LLM cannot be pickled or copied, .* leave num_proc out of map"):
@@ -464,7 +464,9 @@ def test_an_llm_is_not_copied_to_another_process_and_datasets_tell_one_from_anot
     with pytest.raises(TypeError, match="an LLM cannot be pickled"):
         copy.copy(llm)
     assert datasets_hash(llm) == datasets_hash(llm)
-    with LLM(random_checkpoint(), device="cpu") as other:
+    folder = shutil.copytree(random_checkpoint(), tmp_path / "model")
+    (folder / "link").symlink_to("nowhere")  # no file of the model
+    with LLM(folder, device="cpu") as other:
         before = datasets_hash(other)
         assert before != datasets_hash(llm), "it has other options"
         other.update_weights({})
@@ -505,7 +507,11 @@ def test_chats_have_hidden_states_of_their_prompts(tiny: LLM) -> None:
         ("astream", {"sampling_param": SHORT}, "astream has no option 'sampling_param'; did you mean"),
         ("embed", {"promptname": "q"}, "embed has no option 'promptname'; did you mean 'prompt_name'?"),
         ("embed", {"truncate_prompt_tokens": 3}, "did you mean 'tokenization_kwargs'?"),
-        ("classify", {"lora_request": 1}, "classify has no option 'lora_request'; nanoinfer does not support it."),
+        (
+            "classify",
+            {"lora_request": 1},
+            "classify has no option 'lora_request'; adapters are not supported; merge the adapter into its base model",
+        ),
         ("reward", {"use_tqmd": True}, "reward has no option 'use_tqmd'; did you mean 'use_tqdm'?"),
         ("aembed", {"prompt_nam": "q"}, "aembed has no option 'prompt_nam'; did you mean 'prompt_name'?"),
         ("agenerate", {"guided_json": None}, None),
@@ -564,7 +570,7 @@ def test_what_vllms_generate_and_chat_take_is_accepted_where_it_asks_for_nothing
         (
             tiny.chat,
             {"lora_request": 1},
-            "chat has no option 'lora_request'; adapters are not supported; merge it into",
+            "chat has no option 'lora_request'; adapters are not supported; merge the adapter into",
         ),
         (tiny.chat, {"use_tqmd": True}, "chat has no option 'use_tqmd'; did you mean 'use_tqdm'? Options: messages, "),
     ):

@@ -69,9 +69,9 @@ def load_model(model: Any, folder: Path) -> None:
 
 def _untie_if_different(model: Any, folder: Path) -> None:
     """Give the head a weight of its own where the files have one unlike the embedding, as transformers 5 does."""
-    place = model.locate(HEAD)
-    tied = [tensor for name, tensor in iterate_weights(folder) if model.locate(name) == place]
-    if len(tied) == 2 and not (tied[0].shape == tied[1].shape and torch.equal(tied[0], tied[1].to(tied[0].dtype))):
+    place, dtype = model.locate(HEAD), model.lm_head.weight.dtype
+    tied = [tensor.to(dtype) for name, tensor in iterate_weights(folder) if model.locate(name) == place]
+    if len(tied) == 2 and not torch.equal(*tied):
         logger.warning(
             "config.json ties lm_head to the embedding, and %s has another lm_head, which is used; set "
             "tie_word_embeddings to false there",
@@ -139,10 +139,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if files := files or [path for path in found if path not in others]:
         return files
     if others:
-        raise ModelError(
-            f"{folder} has no {SINGLE}, and {listed([path.name for path in others])} is not read: consolidated files "
-            f"have the layout of Mistral's own code, and of LoRA {NO_ADAPTERS}; download {SINGLE}"
-        )
+        is_mistral = any(path.match(NOT_THE_MODEL[0]) for path in others)
+        why = f"such a file has the layout of Mistral's own code; download {SINGLE}" if is_mistral else NO_ADAPTERS
+        raise ModelError(f"{folder} has no {SINGLE}, and {listed([path.name for path in others])} is not read: {why}")
     names = sorted(path.name for path in folder.iterdir())
     if gguf := [name for name in names if name.endswith(".gguf")]:
         raise ModelError(f"{folder} has its weights only in GGUF files; {GGUF_REMEDY} (found: {listed(gguf)})")

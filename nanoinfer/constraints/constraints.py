@@ -63,6 +63,8 @@ class Constraints:
         """Give requests their constraints; what is wrong with those of some is added to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         compiled = self._compile([*params.values()], use_tqdm)
+        if not compiled:  # nobody asks for anything
+            return
         plans = for_each_params(lambda one: _or_raise(compiled.get(id(one))), params, errors)
         for index, plan in plans.items():
             requests[index].constraint = plan
@@ -105,6 +107,8 @@ class Constraints:
     ) -> dict[int, "RequestConstraint | RequestError"]:
         """Return the constraints of those that ask for something, or what is wrong with them, by their ids."""
         asking = {id(one): one for one in params if _asks(one)}
+        if not asking:
+            return {}
         num_samples: dict[Any, int] = {}  # that follow each grammar
         for one in params:
             if one.structured_outputs is not None:

@@ -13,4 +13,5 @@ class SeedOssForCausalLM(DecoderForCausalLM):
         "head_dim": 128,
         "attention_bias": True,
         "max_position_embeddings": 524288,
+        "pad_token_id": 1,
     }

@@ -117,9 +117,8 @@ class PoolingSteps:
                         show(len(done) + len(refusals))
         finally:
             reserved.release(ids)
-        for place, output in refusals.items():  # in the order of their places
-            done.insert(place, output)
-        return done
+        served = iter(done)
+        return [refusals[place] if place in refusals else next(served) for place in range(portions.num_requests)]
 
     def _is_whole(self, request: PreparedRequest) -> bool:
         """Return whether a step takes all of a text."""

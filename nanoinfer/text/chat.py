@@ -141,11 +141,15 @@ class Template:
                     )
 
     def _takes_parts(self, messages: Conversation, place: int) -> bool:
-        """Return whether the template reads a content in parts; of those who do not, some write it as Python does."""
+        """Return whether the template reads a content in parts; some of the others write out the list itself."""
         role = messages[place]["role"]
         if role not in self._reads_parts:
-            text = self._try(_replace(messages, place, {**messages[place], "content": _parts([{"text": MARK}])})) or ""
-            self._reads_parts[role] = MARK in text and repr(MARK) not in text
+            parts = _parts([{"text": f"{MARK}1", f"{MARK}Key": ""}, {"text": f"{MARK}2"}])
+            text = self._try(_replace(messages, place, {**messages[place], "content": parts}))
+            if text is None and self._try(messages) is None:  # a wrong conversation says nothing about the template
+                return False
+            has_both = text is not None and f"{MARK}1" in text and f"{MARK}2" in text
+            self._reads_parts[role] = has_both and f"{MARK}Key" not in str(text)
         return self._reads_parts[role]
 
     def _call_form(self, messages: Conversation, index: int) -> tuple[str | None, bool]:
@@ -156,16 +160,14 @@ class Template:
         """
         has_null = any(message.get("content") is None for message in messages)
         if has_null not in self._call_forms:
-            found: tuple[str | None, bool] = ("", False)
             for as_text, null in product((False, True), ("", None)[: 1 + has_null]):
                 probe = [_with_calls(*one, index, null, as_text, marked=True) for one in enumerate(messages)]
                 text = self._try(probe)
                 num_calls = sum(len(message.get("tool_calls", ())) for message in probe)
                 if text is not None and text.count(f"{MARK}Name") >= num_calls and f"'{MARK}Key'" not in text:
-                    found = null, as_text
+                    self._call_forms[has_null] = null, as_text
                     break
-            self._call_forms[has_null] = found
-        return self._call_forms[has_null]
+        return self._call_forms.get(has_null, ("", False))
 
     def _try(self, messages: Conversation) -> str | None:
         """Return the text of messages; None where the template fails."""
@@ -236,7 +238,7 @@ def _with_calls(
     for call in message["tool_calls"]:
         function = call.get("function", call)
         text = given = function.get("arguments")
-        if not given:
+        if not given or given == "null":
             text, given = "{}", {}
         elif isinstance(given, str):
             try:

@@ -1255,6 +1255,10 @@ def test_a_dry_run_counts_what_the_job_would_do_and_names_its_errors_without_wei
     assert run_main(*options, "--limit", 4) == 0
     assert capsys.readouterr().out.startswith("4 lines, 0 with errors\n")
     assert run_main(*options, "--limit", 0) == 2
+    schema = {"type": "object", "properties": {"a": {}}, "required": ["b"]}
+    write(path, {"prompt": [1], "structured_outputs": {"json": schema}})
+    assert run_main(*options) == 0
+    assert run_main(*options, "--disable-additional-properties") == 3
     assert run_main(*options[:4], "-i", tmp_path / "none", "--dry-run") == 2
 
 
@@ -1385,7 +1389,7 @@ def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys
         *(
             (
                 f"run-batch --model m -i in -o out {option}",
-                f"{option.split()[0]} (adapters are not supported; merge it into its base model with peft's "
+                f"{option.split()[0]} (adapters are not supported; merge the adapter into its base model with peft's "
                 "merge_and_unload, and give the folder where that is saved); see",
             )
             for option in ("--enable-lora", "--lora-modules a=b", "--lora-path a")

@@ -181,6 +181,14 @@ def test_another_head_than_the_tied_embedding_is_used_as_in_transformers_5(
     )
 
 
+def test_a_head_in_fewer_bits_than_the_tied_embedding_does_not_replace_it(tmp_path: Path) -> None:
+    tensors = checkpoint_tensors()
+    embedding = tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 0.1
+    save_file({**tensors, "lm_head.weight": embedding.bfloat16()}, tmp_path / "model.safetensors")
+    params = load(tmp_path, tiny_config(tie_word_embeddings=True))
+    assert torch.equal(params["model.embed_tokens.weight"], embedding)
+
+
 def test_a_tied_head_without_the_embedding_is_both(tmp_path: Path) -> None:
     """safetensors' save_model keeps the first name of a tensor that has two."""
     tensors = checkpoint_tensors()
@@ -315,10 +323,16 @@ def test_a_single_file_of_another_name_is_read_and_not_what_lies_beside_it(name:
     assert torch.equal(load(tmp_path)["lm_head.weight"], tensors["lm_head.weight"])
 
 
-@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
-def test_files_that_hold_no_weights_of_the_model_are_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("consolidated.safetensors", "such a file has the layout of Mistral's own code; download model.safetensors"),
+        ("adapter_model.safetensors", "adapters are not supported; merge the adapter into its base model"),
+    ],
+)
+def test_files_that_hold_no_weights_of_the_model_are_named(name: str, why: str, tmp_path: Path) -> None:
     save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / name)
-    assert_error(tmp_path, f"{tmp_path} has no model.safetensors, and {name} is not read: ")
+    assert_error(tmp_path, f"{tmp_path} has no model.safetensors, and {name} is not read: {why}")
 
 
 # --- how missing tensors are called ---

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from nanoinfer import LLM, ConfigError, ModelError, PoolingParams, RequestError, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import ACTIVATIONS, HeadConfig, read_pooling
-from nanoinfer.models import SUPPORTED
+from nanoinfer.models import REGISTRY, SUPPORTED
 from nanoinfer.pooling.dense import DenseLayer
 from nanoinfer.pooling_calls.calls import activate
 from tests.models.test_architectures import (
@@ -278,6 +278,14 @@ def test_the_padding_of_a_classifier_is_transformers_own_where_the_config_has_no
         assert found.pooling is not None
         assert found.pooling.pad_token_id == expected
         assert transformers.AutoConfig.from_pretrained(tmp_path).pad_token_id == expected
+
+
+def test_every_architecture_has_the_padding_of_transformers_where_a_config_has_none() -> None:
+    for name, model_class in REGISTRY.items():
+        family = name.removesuffix("ForCausalLM")
+        kinds = [getattr(transformers, f"{family}{ending}", None) for ending in ("TextConfig", "Config")]
+        if family != name and (kind := next(filter(None, kinds), None)):
+            assert model_class.config_defaults.get("pad_token_id") == kind().pad_token_id, name
 
 
 @pytest.mark.parametrize(

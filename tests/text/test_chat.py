@@ -121,7 +121,10 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"text": 
     [
         ("{{ messages[0].content }}", "one\ntwo"),  # it would write the list as Python does
         ("{{ messages[0].content | trim }}", "one\ntwo"),
+        ("{{ messages[0].content | tojson }}", '"one\\ntwo"'),
         ("{{ messages[0].content if messages[0].content is string else '' }}", "one\ntwo"),
+        # Gemma 3 reads so of a system message.
+        ("{{ messages[0].content if messages[0].content is string else messages[0].content[0].text }}", "one\ntwo"),
         ("{{ '<' + messages[0].content + '>' }}", "<one\ntwo>"),
         ("{% for part in messages[0].content if part.type == 'text' %}<{{ part.text }}>{% endfor %}", "<one><two>"),
         (
@@ -145,6 +148,20 @@ def test_whether_parts_are_read_is_found_for_each_role(llm: LLM) -> None:
     conversation = [{**PARTS[0], "role": "system"}, *PARTS]
     outputs = chat(llm, [conversation, conversation], chat_template=template)
     assert [output.prompt for output in outputs] == ["one\ntwo|onetwo"] * 2
+
+
+def test_a_conversation_that_the_template_refuses_does_not_decide_how_the_next_one_is_read(llm: LLM) -> None:
+    template = (
+        "{% for m in messages %}{{ raise_exception('no') if m.role == 'tool' }}{% for part in m.content %}"
+        "{{ part.text }}{% endfor %}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    good = [*PARTS, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    bad = [*good, {"role": "tool", "content": ""}]
+    outputs = chat(llm, [bad, good], chat_template=template, on_error="return")
+    assert [output.error_kind for output in outputs] == ["invalid_messages", None]
+    assert outputs[1].prompt == 'onetwoadd{"a": 1}'
 
 
 WRITES_CALLS = {
@@ -183,7 +200,7 @@ def test_the_arguments_of_tool_calls_are_what_the_template_writes_out(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "written"), [("", "{}"), (None, "{}"), ("{}", "{}"), ("[1]", "[1]"), ("1e2", "100.0")]
+    ("arguments", "written"), [("", "{}"), (None, "{}"), ("null", "{}"), ("{}", "{}"), ("[1]", "[1]"), ("1e2", "100.0")]
 )
 def test_arguments_that_are_no_object_stay_what_they_are(llm: LLM, arguments: str | None, written: str) -> None:
     messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}]
