@@ -176,7 +176,7 @@ LINE_NAMES: Foreigners = {
 def with_vllm_names(cls: Class) -> Class:
     """Let the methods of a class, those of its bases too, refuse a misspelt option with a hint, and take vLLM's."""
     for name in dir(cls):
-        method = getattr(cls, name)
+        method = inspect.getattr_static(cls, name)  # neither static methods nor those of the class
         if not name.startswith("_") and inspect.isfunction(method):
             setattr(cls, name, _with_checked_names(method))
     return cls
