@@ -176,7 +176,7 @@ def test_every_option_is_explained_once_with_its_default() -> None:
     described = describe_options()
     assert "max_num_seqs=512: The most sequences that run at the same time.\n" in described
     for field in dataclasses.fields(EngineConfig):
-        assert described.count(f"\n{field.name}") == (field.name != "model")
+        assert described.count(f"\n{field.name}=") == (field.name != "model")
     assert described in (EngineConfig.__doc__ or "")
 
 

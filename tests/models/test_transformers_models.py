@@ -250,10 +250,10 @@ def test_weights_that_do_not_fit_are_errors_by_name(change: str, tmp_path: Path)
     ("function", "sight"),
     [
         (masking_utils.causal_mask_function, Sight(True)),
-        (masking_utils.bidirectional_mask_function, Sight(False)),
+        (lambda batch, head, query, key: key >= 0, Sight(False)),
         (masking_utils.sliding_window_causal_mask_function(20), Sight(True, 20)),
         (masking_utils.sliding_window_causal_mask_function(100), Sight(True)),
-        (masking_utils.sliding_window_bidirectional_mask_function(20), Sight(False, 21)),
+        (lambda batch, head, query, key: (query - key).abs() <= 20, Sight(False, 21)),
         (masking_utils.chunked_causal_mask_function(24, torch.zeros(1, dtype=torch.int)), Sight(True, chunk=24)),
         (masking_utils.chunked_causal_mask_function(24, torch.zeros(1, device="meta")), Sight(True, chunk=24)),
     ],
