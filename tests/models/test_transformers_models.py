@@ -193,6 +193,8 @@ def test_our_own_models_import_no_modeling_code_of_transformers() -> None:
     ],
 )
 def test_a_guard_refuses_the_model_that_it_is_for(architecture: str, reason: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, architecture):
+        pytest.skip("this version of transformers has no such class")
     write_tiny(architecture, tmp_path)
     with pytest.raises(ModelError, match=reason):
         load(tmp_path)

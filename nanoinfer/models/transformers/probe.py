@@ -67,12 +67,14 @@ class AttentionCall:
 class Probed:
     """Holds what a probe saw.
 
-    hidden: the model's hidden states, (num_tokens, hidden_size), on meta. reads_host: whether the model reads values
-    back from its device, so that no CUDA graph can hold its steps.
+    hidden: the model's hidden states, (num_tokens, hidden_size), on meta. vocab_size: how many logits its head has;
+    None without one. reads_host: whether the model reads values back from its device, so that no CUDA graph can hold
+    its steps.
     """
 
     calls: tuple[AttentionCall, ...]
     hidden: Tensor
+    vocab_size: int | None
     reads_host: bool
 
 
@@ -153,8 +155,11 @@ class Probe:
         return sight
 
 
-def probe(model: SplitModel, max_positions: int) -> Probed:
-    """Run a few tokens through a model; return its attention calls. Raises ModelError for one that is not supported."""
+def probe(model: SplitModel, max_positions: int, has_head: bool) -> Probed:
+    """Run a few tokens through a model; return what is seen. Raises ModelError for a call that is not supported.
+
+    has_head: whether the model has a language-model head.
+    """
     probing, reads = Probe(model.model, max_positions), HostReads()
     ids = torch.arange(min(NUM_PROBED_TOKENS, max_positions), device="meta")
     with (
@@ -165,9 +170,10 @@ def probe(model: SplitModel, max_positions: int) -> Probed:
         torch.no_grad(),
     ):
         hidden = model.run(ids, ids)[0][0]
+        vocab_size = model.compute_logits(hidden[:1]).shape[-1] if has_head else None
     if not probing.calls:
         raise ModelError(f"{type(model.model).__name__} calls no attention")
-    return Probed(tuple(probing.calls), hidden, reads.found)
+    return Probed(tuple(probing.calls), hidden, vocab_size, reads.found)
 
 
 class HostReads(TorchFunctionMode):
