@@ -23,6 +23,7 @@ from tests.models.test_tiny_transformers import NO_ANSWER
 from tests.models.tiny_transformers import Answer, causal_names, reference, write_tiny
 from tests.models.tiny_transformers import load as load_hf
 
+IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 NUM_TOKENS = 8
 PROMPTS = [[(7 * length * index + 11) % 230 + 5 for index in range(length)] for length in (14, 46, 30, 62)]
 # Whole prompts at once; chunks shorter than the windows of 20, in mixed batches; so few blocks that rows are preempted.
@@ -100,6 +101,8 @@ def assert_answers_as_transformers(architecture: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("architecture", DAILY)
 def test_a_model_of_transformers_answers_as_transformers_does(architecture: str, tmp_path: Path) -> None:
+    if architecture == "Gemma3nForCausalLM" and not IS_5:
+        pytest.skip("transformers 4 itself answers otherwise with a cache than without")
     assert_answers_as_transformers(architecture, tmp_path)
 
 
@@ -245,6 +248,10 @@ def test_weights_that_do_not_fit_are_errors_by_name(change: str, tmp_path: Path)
         LLM(tmp_path, dtype="float32")
 
 
+DEVICES = ("cpu", "meta") if IS_5 else ()  # before, left padding is no argument
+chunked = masking_utils.chunked_causal_mask_function
+
+
 # -------- Masks -------------------------------------------------------------------------------------------------------
 
 
@@ -256,8 +263,7 @@ def test_weights_that_do_not_fit_are_errors_by_name(change: str, tmp_path: Path)
         (masking_utils.sliding_window_causal_mask_function(20), Sight(True, 20)),
         (masking_utils.sliding_window_causal_mask_function(100), Sight(True)),
         (lambda batch, head, query, key: (query - key).abs() <= 20, Sight(False, 21)),
-        (masking_utils.chunked_causal_mask_function(24, torch.zeros(1, dtype=torch.int)), Sight(True, chunk=24)),
-        (masking_utils.chunked_causal_mask_function(24, torch.zeros(1, device="meta")), Sight(True, chunk=24)),
+        *((chunked(24, torch.zeros(1, dtype=torch.int, device=device)), Sight(True, chunk=24)) for device in DEVICES),
     ],
 )
 def test_what_a_mask_shows_is_read_off_its_function(function: Callable[..., Any], sight: Sight) -> None:

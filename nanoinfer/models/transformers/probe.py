@@ -5,7 +5,7 @@ sees is read off its mask: the function that transformers would fill the mask by
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -164,7 +164,7 @@ def probe(model: SplitModel, max_positions: int, has_head: bool) -> Probed:
     ids = torch.arange(min(NUM_PROBED_TOKENS, max_positions), device="meta")
     with (
         reads,
-        _without_packing(),
+        _on_meta(),
         probing_masks(model.model, probing.make_mask),
         handling_attention(probing.attend),
         torch.no_grad(),
@@ -305,11 +305,12 @@ def _on_cpu(function: MaskFunction) -> MaskFunction:
 
 
 @contextmanager
-def _without_packing() -> Iterator[None]:
-    """Let masks be made as for one text: to look for several, transformers reads positions, which meta has not."""
-    original = masking_utils.find_packed_sequence_indices
+def _on_meta() -> Iterator[None]:
+    """Let models run on meta: masks are of one text, without a look at positions for several, and nothing autocasts."""
+    find, autocast = masking_utils.find_packed_sequence_indices, torch.autocast
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[misc, assignment]  # transformers 4 asks for meta
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        masking_utils.find_packed_sequence_indices, torch.autocast = find, autocast  # type: ignore[misc]
