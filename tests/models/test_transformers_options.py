@@ -12,7 +12,7 @@ import transformers
 from nanoinfer import ConfigError, ModelError, SamplingParams, StructuredOutputsParams
 from nanoinfer.checkpoint.hub import TINY
 from nanoinfer.models import implementations
-from tests.models.test_transformers_models import NUM_TOKENS, PROMPTS, answers, assert_close, load
+from tests.models.test_transformers_models import NUM_TOKENS, PROMPTS, answers, assert_close, load, skip_unless_it_runs
 from tests.models.tiny_transformers import load as load_hf
 from tests.models.tiny_transformers import reference, write_tiny
 
@@ -171,6 +171,7 @@ CLASSIFIERS = (
 
 @pytest.mark.parametrize("architecture", CLASSIFIERS)
 def test_a_classifier_has_the_probabilities_of_transformers(architecture: str, tmp_path: Path) -> None:
+    skip_unless_it_runs(architecture)
     write_tiny(architecture, tmp_path, num_labels=3)
     model = getattr(transformers, architecture).from_pretrained(tmp_path).eval()
     with load(tmp_path) as llm:
@@ -191,6 +192,7 @@ def test_a_classifier_has_the_probabilities_of_transformers(architecture: str, t
     ],
 )
 def test_a_classifier_of_another_kind_is_refused(architecture: str, reason: str, tmp_path: Path) -> None:
+    skip_unless_it_runs(architecture)
     write_tiny(architecture, tmp_path, num_labels=3)
     with pytest.raises(ModelError, match=reason):
         load(tmp_path)

@@ -76,8 +76,17 @@ def _attention(
 
 
 def _mask(
-    *, q_length: int, kv_length: int, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any
+    *,
+    kv_length: int,
+    mask_function: MaskFunction,
+    q_length: int | None = None,
+    cache_position: Tensor | None = None,  # of the queries; transformers 4 has it instead of their number and device
+    device: torch.device | str = "cpu",
+    **_: Any,
 ) -> Tensor:
+    if cache_position is not None:
+        q_length, device = len(cache_position), cache_position.device
+    assert q_length is not None, "a mask for no queries"
     return _mask_handler.get()(mask_function, q_length, kv_length, torch.device(device))
 
 

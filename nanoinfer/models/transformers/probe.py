@@ -5,7 +5,7 @@ sees is read off its mask: the function that transformers would fill the mask by
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -67,12 +67,14 @@ class AttentionCall:
 class Probed:
     """Holds what a probe saw.
 
-    hidden: the model's hidden states, (num_tokens, hidden_size), on meta. reads_host: whether the model reads values
-    back from its device, so that no CUDA graph can hold its steps.
+    hidden: the model's hidden states, (num_tokens, hidden_size), on meta. vocab_size: how many logits its head has;
+    None without one. reads_host: whether the model reads values back from its device, so that no CUDA graph can hold
+    its steps.
     """
 
     calls: tuple[AttentionCall, ...]
     hidden: Tensor
+    vocab_size: int | None
     reads_host: bool
 
 
@@ -153,21 +155,25 @@ class Probe:
         return sight
 
 
-def probe(model: SplitModel, max_positions: int) -> Probed:
-    """Run a few tokens through a model; return its attention calls. Raises ModelError for one that is not supported."""
+def probe(model: SplitModel, max_positions: int, has_head: bool) -> Probed:
+    """Run a few tokens through a model; return what is seen. Raises ModelError for a call that is not supported.
+
+    has_head: whether the model has a language-model head.
+    """
     probing, reads = Probe(model.model, max_positions), HostReads()
     ids = torch.arange(min(NUM_PROBED_TOKENS, max_positions), device="meta")
     with (
         reads,
-        _without_packing(),
+        _on_meta(),
         probing_masks(model.model, probing.make_mask),
         handling_attention(probing.attend),
         torch.no_grad(),
     ):
         hidden = model.run(ids, ids)[0][0]
+        vocab_size = model.compute_logits(hidden[:1]).shape[-1] if has_head else None
     if not probing.calls:
         raise ModelError(f"{type(model.model).__name__} calls no attention")
-    return Probed(tuple(probing.calls), hidden, reads.found)
+    return Probed(tuple(probing.calls), hidden, vocab_size, reads.found)
 
 
 class HostReads(TorchFunctionMode):
@@ -299,11 +305,12 @@ def _on_cpu(function: MaskFunction) -> MaskFunction:
 
 
 @contextmanager
-def _without_packing() -> Iterator[None]:
-    """Let masks be made as for one text: to look for several, transformers reads positions, which meta has not."""
-    original = masking_utils.find_packed_sequence_indices
+def _on_meta() -> Iterator[None]:
+    """Let models run on meta: masks are of one text, without a look at positions for several, and nothing autocasts."""
+    find, autocast = masking_utils.find_packed_sequence_indices, torch.autocast
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[misc, assignment]  # transformers 4 asks for meta
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        masking_utils.find_packed_sequence_indices, torch.autocast = find, autocast  # type: ignore[misc]

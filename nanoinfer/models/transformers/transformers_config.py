@@ -20,7 +20,7 @@ from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError, find_similar
 from nanoinfer.models import SUPPORTED
 from nanoinfer.models.transformers.attention_interface import ATTENTION
-from nanoinfer.models.transformers.probe import AttentionCall, probe
+from nanoinfer.models.transformers.probe import AttentionCall, Probed, probe
 from nanoinfer.models.transformers.split_model import SplitModel
 
 # The names of the longest position in configs of transformers; most have the first.
@@ -37,15 +37,13 @@ class TransformersConfig(BaseModelConfig):
     """Describes a model that transformers computes.
 
     Its layers are its attention calls. head_dim, num_key_value_heads: the most of any call; the cache has as many for
-    each. class_name: of the class in transformers. fields: of config.json, with the user's own. captures_decode:
-    whether its forward pass reads nothing back from the device, so that a CUDA graph can hold it.
+    each. fields: of config.json, with the user's own. captures_decode: whether its forward pass reads nothing back from
+    the device, so that a CUDA graph can hold it.
     """
 
-    class_name: str
     fields: Mapping[str, Any]
     calls: tuple[AttentionCall, ...]
     captures_decode: bool
-    num_modules: int  # with hidden states of their own: layers as transformers counts them
 
     @property
     def is_encoder(self) -> bool:
@@ -86,17 +84,50 @@ def read_transformers_config(
         )
     dtype = _dtype(config)  # which making a model changes
     text = config.get_text_config(decoder=True)
-    max_positions = next((int(size) for name in MAX_POSITIONS if (size := getattr(text, name, None))), None)
-    max_positions = max_positions or DEFAULT_MAX_POSITIONS
+    max_positions = _max_positions(text)
+    model, probed = _probe(model_class, config, max_positions)
+    _check_calls(calls := probed.calls)
+    head_dim = max(max(call.head_dim, call.value_dim) for call in calls)
+    is_encoder, hidden_size = not calls[0].sight.causal, probed.hidden.shape[-1]
+    head = choose_head(read_head(fields, _head_kind(model_class.__name__, is_encoder)), runner, folder)
+    return TransformersConfig(
+        architecture=model_class.__name__,
+        fields=fields,
+        calls=calls,
+        captures_decode=not probed.reads_host,
+        vocab_size=probed.vocab_size or text.vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=getattr(text, "num_hidden_layers", len(calls)),
+        num_attention_heads=calls[0].num_heads,
+        num_key_value_heads=max(call.num_kv_heads for call in calls),
+        head_dim=head_dim + -head_dim % ALIGNMENT,
+        max_position_embeddings=max_positions - model.first_position,
+        initializer_range=float(getattr(text, "initializer_range", None) or 0.02),
+        dtype=dtype,
+        windows=tuple(call.sight.window for call in calls),
+        head=head,
+        pooling=read_pooling(folder, head, hidden_size, is_encoder),
+    )
+
+
+def _max_positions(text: PretrainedConfig) -> int:
+    found = (int(size) for name in MAX_POSITIONS if (size := getattr(text, name, None)))
+    max_positions = next(found, DEFAULT_MAX_POSITIONS)
     if getattr(text, "attn_temperature_tuning", False):
         # Queries grow with their place in the step, not with their position: by nothing before this place.
-        max_positions = min(max_positions, int(text.floor_scale) - 1)
+        return min(max_positions, int(text.floor_scale) - 1)
+    return max_positions
+
+
+def _probe(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, max_positions: int
+) -> tuple[SplitModel, Probed]:
+    """Return a model without weights, and what a probe saw of it. Raises ModelError where it needs more than a text."""
     try:
         with torch.device("meta"):
             whole = model_class._from_config(config, attn_implementation=ATTENTION, **dtype_option(torch.bfloat16))
         model = SplitModel(whole.eval())
-        max_positions -= model.first_position
-        probed = probe(model, max_positions)
+        return model, probe(model, max_positions - model.first_position, model_class.__name__.endswith(GENERATING))
     except ModelError:
         raise
     except Exception as error:  # each class fails in its own way
@@ -104,35 +135,6 @@ def read_transformers_config(
         raise ModelError(
             f"{model_class.__name__} cannot compute a text alone ({reason}); run it with transformers"
         ) from error
-    calls = probed.calls
-    _check_calls(calls)
-    num_kv_heads = max(call.num_kv_heads for call in calls)
-    head_dim = max(max(call.head_dim, call.value_dim) for call in calls)
-    is_encoder = not calls[0].sight.causal
-    hidden_size = probed.hidden.shape[-1]
-    head = choose_head(read_head(fields, _head_kind(model_class.__name__, is_encoder)), runner, folder)
-    with torch.no_grad():
-        vocab_size = text.vocab_size if head else model.compute_logits(probed.hidden).shape[-1]
-    return TransformersConfig(
-        architecture=model_class.__name__,
-        class_name=model_class.__name__,
-        fields=fields,
-        calls=calls,
-        captures_decode=not probed.reads_host,
-        num_modules=getattr(text, "num_hidden_layers", len(calls)),
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_hidden_layers=getattr(text, "num_hidden_layers", len(calls)),
-        num_attention_heads=calls[0].num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim + -head_dim % ALIGNMENT,
-        max_position_embeddings=max_positions,
-        initializer_range=float(getattr(text, "initializer_range", None) or 0.02),
-        dtype=dtype,
-        windows=tuple(call.sight.window for call in calls),
-        head=head,
-        pooling=read_pooling(folder, head, hidden_size, is_encoder),
-    )
 
 
 def find_class(fields: Mapping[str, Any]) -> type[PreTrainedModel]:
