@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from nanoinfer import SamplingParams
-from nanoinfer.bench.engines import ENGINES, check_engine, engine_options, make_params
+from nanoinfer.bench.engines import ENGINES, check_engine, engine_options, make_params, own_options
 from nanoinfer.bench.throughput import benchmark, describe_machine
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload
 from nanoinfer.cli import Layout
@@ -142,6 +142,7 @@ def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="keys and values in 8 bits")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
+    parser.add_argument("--model-impl", default="auto", help="whose layers: auto, nanoinfer or transformers")
 
 
 def positive(text: str) -> int:
@@ -218,7 +219,7 @@ def run_trace(args: argparse.Namespace) -> dict[str, Any]:
     _, load = loads_of(args, device)[-1]
     with tempfile.TemporaryDirectory() as scratch:
         model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
-        options = engine_options(model, load, args) | {"attention_backend": args.attention_backend}
+        options = engine_options(model, load, args) | own_options(args)
         workload = draw_workload(args.seed, load, model.config.vocab_size)
         params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
         with LLM(model.folder, **model.options, **options) as llm:

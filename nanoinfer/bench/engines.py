@@ -27,10 +27,16 @@ def load_engine(model: Model, options: dict[str, Any], args: argparse.Namespace)
         raise ConfigError(f"--engine {args.engine} cannot be imported here ({error}); install it first") from error
 
 
+def own_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the given options of a command that nanoinfer alone has; checkouts of other versions may lack some."""
+    return {name: value for name in ("attention_backend", "model_impl") if (value := getattr(args, name)) != "auto"}
+
+
 def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> None:
     """Raise ConfigError for options, or loads, that the engine does not have."""
-    if args.engine != "nanoinfer" and args.attention_backend != "auto":
-        raise ConfigError(f"--attention-backend is an option of nanoinfer; leave it out for --engine {args.engine}")
+    if args.engine != "nanoinfer" and (own := own_options(args)):
+        option = "--" + next(iter(own)).replace("_", "-")
+        raise ConfigError(f"{option} is an option of nanoinfer; leave it out for --engine {args.engine}")
     if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
         raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
     if args.engine != "nanoinfer" and args.data_parallel_size > 1:
@@ -84,7 +90,7 @@ def prompts_and_answers(workload: Workload) -> tuple[list[list[int]], list[list[
 def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
     from nanoinfer import LLM, SamplingParams
 
-    llm = LLM(model.folder, **model.options, attention_backend=args.attention_backend, **options)
+    llm = LLM(model.folder, **model.options, **own_options(args), **options)
 
     def generate(workload: Workload) -> list[int]:
         if workload.answers:

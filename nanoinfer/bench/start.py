@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nanoinfer.bench.engines import engine_options
+from nanoinfer.bench.engines import engine_options, own_options
 from nanoinfer.bench.throughput import describe_machine
 from nanoinfer.bench.workloads import LOADS, choose_model
 from nanoinfer.errors import ConfigError
@@ -25,7 +25,7 @@ def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as compiled:
         model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
         options = engine_options(model, LOADS[device]["default"][0], args)
-        options |= {**model.options, "attention_backend": args.attention_backend}
+        options |= {**model.options, **own_options(args)}
         print(f"{model}: seconds from the start of python to the first token")
         starts = []
         for index in range(1 + args.runs):

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from nanoinfer.bench import turn_taker
-from nanoinfer.bench.engines import engine_options
+from nanoinfer.bench.engines import engine_options, own_options
 from nanoinfer.bench.throughput import describe_machine, describe_requests
 from nanoinfer.bench.workloads import Load, choose_model, draw_workload
 from nanoinfer.errors import ConfigError
@@ -36,7 +36,7 @@ def measure(loads: list[tuple[str, Load]], device: str, args: argparse.Namespace
         model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
         of_loads = [engine_options(model, load, args) for _, load in loads]
         options = {**model.options, **{name: max(one[name] for one in of_loads) for name in of_loads[0]}}
-        options["attention_backend"] = args.attention_backend
+        options |= own_options(args)
         if device == "cuda":
             options["gpu_memory_utilization"] = MEMORY_SHARE / len(folders)
         takers = [stack.enter_context(TurnTaker(folder)) for folder in folders]
