@@ -177,8 +177,8 @@ def make_config(model_class: type[PreTrainedModel], fields: Mapping[str, Any]) -
     fields.pop("auto_map", None)  # code of others, which is not run
     if version.startswith("4.") and '"rope_parameters"' in json.dumps(fields):
         raise ModelError(
-            f"config.json has rope_parameters, as transformers 5 writes it, which {version} does not read; upgrade it, or "
-            "write rope_theta and rope_scaling instead"
+            f"config.json has rope_parameters, as transformers 5 writes it, which {version} does not read; "
+            "upgrade it, or write rope_theta and rope_scaling instead"
         )
     with TemporaryDirectory() as folder:  # whose reader knows what else a file may hold, such as infinity
         (Path(folder) / "config.json").write_text(json.dumps(fields))
