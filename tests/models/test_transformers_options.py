@@ -12,7 +12,7 @@ import transformers
 from nanoinfer import ConfigError, ModelError, SamplingParams, StructuredOutputsParams
 from nanoinfer.checkpoint.hub import TINY
 from nanoinfer.models import implementations
-from nanoinfer.models.transformers.transformers_config import make_config
+from nanoinfer.models.transformers import transformers_config
 from tests.models.test_transformers_models import (
     IS_5,
     NUM_TOKENS,
@@ -49,10 +49,10 @@ def test_a_version_without_the_interface_is_named_with_the_one_that_has_it(
 
 
 def test_fields_that_an_older_version_would_not_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "4.57.3")
+    monkeypatch.setattr(transformers_config.transformers, "__version__", "4.57.3")
     fields = {"architectures": [NEOX], "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
     with pytest.raises(ModelError, match=r"has rope_parameters, as transformers 5 writes it, which 4\.57\.3 does not"):
-        make_config(transformers.GPTNeoXForCausalLM, fields)
+        transformers_config.make_config(transformers.GPTNeoXForCausalLM, fields)
 
 
 # -------- Options -----------------------------------------------------------------------------------------------------
