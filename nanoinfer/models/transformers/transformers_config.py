@@ -175,6 +175,11 @@ def make_config(model_class: type[PreTrainedModel], fields: Mapping[str, Any]) -
     version, wanted = transformers.__version__, model_class.config_class
     fields = {"model_type": wanted.model_type, **fields}
     fields.pop("auto_map", None)  # code of others, which is not run
+    if version.startswith("4.") and '"rope_parameters"' in json.dumps(fields):
+        raise ModelError(
+            f"config.json has rope_parameters, as transformers 5 writes it, which {version} does not read; "
+            "upgrade it, or write rope_theta and rope_scaling instead"
+        )
     with TemporaryDirectory() as folder:  # whose reader knows what else a file may hold, such as infinity
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         try:
