@@ -24,7 +24,7 @@ from nanoinfer.models.interface import Model
 
 logger = logging.getLogger("nanoinfer")
 
-FIRST_VERSION = "4.53"  # of transformers, whose attention and masks can be replaced as we do
+FIRST_VERSION = "4.57"  # of transformers, whose attention and masks can be replaced as we do
 
 
 def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
