@@ -132,11 +132,13 @@ def _weight_files(folder: Path) -> list[Path]:
     files = _indexed_files(index) if index.exists() else []
     if single.is_file() and single not in files:
         return [single]
-    if absent := [path.name for path in files if not path.is_file()]:
-        raise ModelError(f"{folder} lacks {listed(absent)}, which its index names; download the checkpoint again")
     found = sorted(folder.glob("*.safetensors"))
     others = [path for path in found if any(path.match(pattern) for pattern in NOT_THE_MODEL)]
-    if files := files or [path for path in found if path not in others]:
+    files = files or [path for path in found if path not in others]
+    if absent := [path.name for path in files if not path.is_file()]:  # what is there may be a pipe, or a broken link
+        why = "which its index names" if index.exists() else "which is no file"
+        raise ModelError(f"{folder} lacks {listed(absent)}, {why}; download the checkpoint again")
+    if files:
         return files
     if others:
         is_mistral = any(path.match(NOT_THE_MODEL[0]) for path in others)
