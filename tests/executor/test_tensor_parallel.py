@@ -338,7 +338,7 @@ def fails_while_loading(rank: int, link: Any, folder: Path, work: Callable[..., 
     def fail(*_: Any) -> None:
         raise MemoryError("the weights are too large")
 
-    setup.load_model = fail
+    setup.load = fail
     work(rank, link, folder, *args)
 
 

@@ -40,10 +40,10 @@ def test_a_version_without_the_interface_is_named_with_the_one_that_has_it(
 ) -> None:
     monkeypatch.setattr(implementations, "find_spec", lambda name: None)
     version = re.escape(transformers.__version__)
-    with pytest.raises(ModelError, match=rf"'{NEOX}' is not supported.*from version 4\.53 on, and {version} is"):
+    with pytest.raises(ModelError, match=rf"'{NEOX}' is not supported.*from version 4\.57 on, and {version} is"):
         load(neox, model_impl="auto")
     write_tiny("LlamaForCausalLM", neox / "llama")
-    with pytest.raises(ModelError, match=r"^Layers of transformers run from version 4\.53 on"):
+    with pytest.raises(ModelError, match=r"^Layers of transformers run from version 4\.57 on"):
         load(neox / "llama")
     load(neox / "llama", model_impl="auto").close()
 

@@ -232,7 +232,7 @@ def test_a_grammar_allows_only_tokens_that_the_model_has(num_missing: int, tmp_p
     pytest.importorskip("llguidance")
     backend = save_byte_level(tmp_path)
     tokenizer, vocab_size = Tokenizer(tmp_path), backend.get_vocab_size() - num_missing
-    library = GrammarLibrary(tokenizer, vocab_size, frozenset({1}))
+    library = GrammarLibrary(tokenizer, vocab_size, frozenset({1}), ())
     mask = library.compile(StructuredOutputsParams(regex="नमस्ते हिन्दी|the")).first_mask
     allowed = {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()}
     data = {i: tokenizer._all_tokens.bytes_of(i) for i in range(2, vocab_size)}
