@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +25,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer.executor import processes
+from nanoinfer.models.implementations import FIRST_VERSION
 from nanoinfer.runner import memory
 from tests.real.make_smollm2 import HOW_TO_INSTALL, missing_packages
 
 NUM_GPUS = torch.cuda.device_count()
 num_frozen_modules = 0
 
-# Before 4.53, transformers has no functions that masks are made of, which these tests and what they test import.
-has_masks = find_spec("transformers.masking_utils") is not None
-collect_ignore = [] if has_masks else [f"models/test_transformers_{what}.py" for what in ("models", "options")]
+# Older versions of transformers lack what these tests, or what they test, import.
+is_too_old = tuple(map(int, metadata.version("transformers").split(".")[:2])) < FIRST_VERSION
+collect_ignore = [f"models/test_transformers_{what}.py" for what in ("models", "options")] if is_too_old else []
 
 # A shell starts its background jobs without Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)

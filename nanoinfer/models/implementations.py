@@ -2,7 +2,6 @@
 
 import logging
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from nanoinfer.models.interface import Model
 
 logger = logging.getLogger("nanoinfer")
 
-FIRST_VERSION = "4.57"  # of transformers, whose attention and masks can be replaced as we do
+FIRST_VERSION = (4, 57)  # of transformers, whose attention and masks can be replaced as we do
 
 
 def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
@@ -56,11 +55,12 @@ def uses_transformers(folder: Path, options: EngineConfig) -> bool:
     is_native = split_architecture(raw, name, SUPPORTED)[0] in SUPPORTED
     if not raw.get("architectures") or (is_native and options.model_impl == "auto"):
         return False
-    if find_spec("transformers.masking_utils") is None:
-        version = metadata.version("transformers")
+    version = metadata.version("transformers")
+    if tuple(map(int, version.split(".")[:2])) < FIRST_VERSION:
         why = "" if is_native else f"{explain_architecture(raw, name, SUPPORTED)}. "
         raise ModelError(
-            f"{why}Layers of transformers run from version {FIRST_VERSION} on, and {version} is installed; upgrade it"
+            f"{why}Layers of transformers run from version {'.'.join(map(str, FIRST_VERSION))} on, and {version} is "
+            "installed; upgrade it"
         )
     return True
 

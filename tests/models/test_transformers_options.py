@@ -35,11 +35,12 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_version_without_the_interface_is_named_with_the_one_that_has_it(
-    neox: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("installed", ["4.51.3", "4.56.2"])
+def test_a_version_that_is_too_old_is_named_with_the_one_that_serves(
+    installed: str, neox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(implementations, "find_spec", lambda name: None)
-    version = re.escape(transformers.__version__)
+    monkeypatch.setattr(implementations.metadata, "version", lambda package: installed)
+    version = re.escape(installed)
     with pytest.raises(ModelError, match=rf"'{NEOX}' is not supported.*from version 4\.57 on, and {version} is"):
         load(neox, model_impl="auto")
     write_tiny("LlamaForCausalLM", neox / "llama")
