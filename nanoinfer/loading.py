@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
@@ -35,6 +35,8 @@ from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
 
 logger = logging.getLogger("nanoinfer")
+
+AnyConstraints = TypeVar("AnyConstraints", bound=Constraints)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,23 @@ class FoundModel:
             stop_token_ids,
             self.config.max_logprobs,
             refusal_reason=self.model_config.refusal_reason,
+        )
+
+    def make_constraints(
+        self,
+        constraints_class: Callable[..., AnyConstraints],
+        tokenizer: Tokenizer | None,
+        prompt_processor: PromptProcessor,
+        **options: Any,
+    ) -> AnyConstraints:
+        """Return what compiles the constraints of requests as the options of the engine say."""
+        return constraints_class(
+            tokenizer,
+            self.model_config.vocab_size,
+            prompt_processor.stop_token_ids,
+            switches=self.config.structured_outputs_config or (),
+            grammar_timeout=self.config.grammar_timeout,
+            **options,
         )
 
 
@@ -173,14 +192,7 @@ def load_engine(found: FoundModel) -> LoadedEngine:
             tokenizer = loading.result()
         prompt_processor = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
-        constraints = Constraints(
-            tokenizer,
-            model_config.vocab_size,
-            prompt_processor.stop_token_ids,
-            new_bits,
-            config.structured_outputs_config or (),
-            config.grammar_timeout,
-        )
+        constraints = found.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
         engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends

@@ -92,13 +92,7 @@ def make_job(config: EngineConfig, overrides: dict[str, Any], system: str | None
     model_config, tokenizer = found.model_config, found.load_tokenizer()
     max_model_len = model_config.longest_sequence(config.max_model_len)
     processor = found.make_prompt_processor(tokenizer, max_model_len)
-    constraints = Constraints(
-        tokenizer,
-        model_config.vocab_size,
-        processor.stop_token_ids,
-        switches=config.structured_outputs_config or (),
-        grammar_timeout=config.grammar_timeout,
-    )
+    constraints = found.make_constraints(Constraints, tokenizer, processor)
     engine: Any = SimpleNamespace(config=config, check_open=lambda: None)
     queue: Any = SimpleNamespace(engine=engine, capacity=0)
     preparer = Preparer(engine, processor, constraints)

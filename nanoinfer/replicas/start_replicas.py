@@ -105,13 +105,7 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
     engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type, tokenizer)
     engine.call("limit", max_model_len)
     prompt_processor = found.make_prompt_processor(tokenizer, max_model_len)
-    constraints = CheckedConstraints(
-        tokenizer,
-        model_config.vocab_size,
-        prompt_processor.stop_token_ids,
-        switches=config.structured_outputs_config or (),
-        grammar_timeout=config.grammar_timeout,
-    )
+    constraints = found.make_constraints(CheckedConstraints, tokenizer, prompt_processor)
     queue = RequestQueue(engine)
     info = RunnerInfo(
         torch.device(ready[0].device),
