@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
-from nanoinfer.quantization.fp8_numbers import dequantize_rows, dequantize_weight
+from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
+from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight
 
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:

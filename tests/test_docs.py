@@ -118,13 +118,15 @@ def test_the_page_of_models_has_every_architecture() -> None:
 
 
 def test_the_page_of_kernels_has_every_kernel() -> None:
-    files = {path.name: path.read_text() for path in (ROOT / "nanoinfer" / "kernels").glob("*.py")}
+    package = ROOT / "nanoinfer"
+    folders = {path.name for path in (package / "ops").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    files = {path.name: path.read_text() for path in (package / "kernels").glob("*.py")}
     [table] = re.findall(
-        r"^## Which there are$(.*?)^## ", (ROOT / "docs" / "kernels.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^## Which there are$.*?(\n\|.*?)^## ", (ROOT / "docs" / "kernels.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    named = {*re.findall(r"`(\w+\.py)`", table)}
-    assert named <= files.keys()
-    assert named >= {
+    named = {*re.findall(r"`(\w+(?:\.py)?)`", table)}
+    assert named <= files.keys() | folders
+    assert named >= folders | {
         name for name, source in files.items() if re.search(r"^@(triton|gluon)\.jit", source, re.MULTILINE)
     }
 

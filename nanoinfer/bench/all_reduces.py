@@ -46,7 +46,8 @@ def _run_on(rank: int, size: int, folder: str) -> None:
 
 def of_few_tokens(tp: TensorParallel) -> None:
     """Print microseconds of an all-reduce and the norm of it and the residual, in three ways."""
-    from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
+    from nanoinfer.ops.all_reduce_norm.spec import all_reduce_add_rms_norm
+    from nanoinfer.ops.norms.spec import add_rms_norm
 
     assert tp.symmetric_memory is not None, "the GPUs do not reach each other's memory"
     memory, shape = tp.symmetric_memory, (FEW_TOKENS[-1], HIDDEN_SIZE)

@@ -359,7 +359,8 @@ def _measure_fp8_products(device: str, size: int) -> float | None:
     """Return FLOP/s of a square product of FP8 with a scale for each row and column; None where there is none."""
     import torch
 
-    from nanoinfer.quantization.fp8_numbers import has_fp8_products, quantize_weight
+    from nanoinfer.ops.common.device_properties import has_fp8_products
+    from nanoinfer.ops.fp8.spec import quantize_weight
 
     if not has_fp8_products(torch.device(device)):
         return None

@@ -16,12 +16,13 @@ from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
-from nanoinfer.kernels.fp8_format import RowFormat
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.layernorm import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import Experts, Routing
-from nanoinfer.quantization.fp8_numbers import has_fp8_products, quantize_rows
+from nanoinfer.ops.common.device_properties import has_fp8_products
+from nanoinfer.ops.common.fp8_format import RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
+from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.quantization.method_selection import with_quantization
 
 DEVICE = torch.device("cuda")

@@ -1,7 +1,7 @@
 """Buffers in the memory that all ranks of one host reach, for the custom all-reduce of small steps.
 
 A decode step all-reduces a megabyte or less, dozens of times, and NCCL's latency is most of that time. Here each rank
-writes its partial sums into the memory of the others: see `kernels/all_reduce_rms_norm.py`.
+writes its partial sums into the memory of the others: see `ops/all_reduce_norm/triton.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory
-from nanoinfer.kernels.symmetric_buffers import BITS, PeerTensor, SymmetricBuffers, empty_bits
+from nanoinfer.ops.common.symmetric_buffers import BITS, PeerTensor, SymmetricBuffers, empty_bits
 
 NUM_BUFFERS = 2  # double buffering
 MIN_TWO_SHOT_BYTES = 256 * 2**10  # from this size on, more than two ranks use the two-shot all-reduce

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.gated_delta_math import L2_EPS, gates
+from nanoinfer.ops.common.device_properties import next_power_of_2
 
 CHUNK = 64  # tokens
 BLOCK = 16  # lines of a system that are solved one by one

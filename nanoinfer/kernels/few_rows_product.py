@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.math import gated
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.math import gated
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 DEPTH = 256  # values of a line that a warp reads at once: 16 bytes a thread
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
+from nanoinfer.ops.common.device_properties import next_power_of_2
 
 GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))

@@ -1,4 +1,4 @@
-"""The experts' MLPs with weights and activations in FP8. Twin: `quantization/fp8_numbers.py`.
+"""The experts' MLPs with weights and activations in FP8. Twin: `quantization/fp8_experts.py`.
 
 As in `moe_experts.py` the pairs of a token and an expert are sorted into tiles of one expert each, and each of the two
 grouped products is one kernel. The first one ends in SwiGLU and rounds its result: a program has 128 columns of the
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import has_large_shared_memory, num_multiprocessors
-from nanoinfer.kernels.fp8_format import GROUP_SIZE, RowFormat
-from nanoinfer.kernels.fp8_product import scaled_tile_product
-from nanoinfer.kernels.math import e4m3_scale, gated, to_e4m3
 from nanoinfer.kernels.moe_experts import tile_pairs, tile_rows
 from nanoinfer.kernels.moe_routing import plan_tiles
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
+from nanoinfer.ops.common.fp8_format import GROUP_SIZE, RowFormat
+from nanoinfer.ops.common.math import e4m3_scale, gated, to_e4m3
+from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.fp8.triton import scaled_tile_product
 
 MAX_ROWS = 64  # pairs in a tile; the sums of more do not fit into registers
 

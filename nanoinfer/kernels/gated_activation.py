@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.kernels.fp8_rows import MAX_TILE, store_rounded, tile_of_row
-from nanoinfer.kernels.math import gated
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.common.math import gated
+from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.fp8.triton import MAX_TILE, store_rounded, tile_of_row
 
 
 @triton.jit

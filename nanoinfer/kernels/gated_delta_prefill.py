@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nanoinfer.device import to_device
 from nanoinfer.kernels.chunked_delta_rule import CHUNK, chunked_delta_rule
-from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.gated_delta_math import gated_norm, silu
+from nanoinfer.ops.common.device_properties import next_power_of_2
 
 CHANNEL_BLOCK = 64  # of the convolution: channels of a program
 KEPT_CHANNELS = 1024  # channels of a program that keeps inputs

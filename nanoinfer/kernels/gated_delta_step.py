@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.gated_delta_math import L2_EPS, gated_norm, gates, silu
+from nanoinfer.ops.common.device_properties import next_power_of_2
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
+from nanoinfer.ops.common.device_properties import next_power_of_2
 
 GROUP_SIZE = tl.constexpr(16)  # ids; part of the specification, since it decides what is drawn
 INF = tl.constexpr(float("inf"))

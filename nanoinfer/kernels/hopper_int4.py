@@ -30,9 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.kernels import int4_format
-from nanoinfer.kernels.device_properties import num_multiprocessors
 from nanoinfer.kernels.hopper_prefill_attention import load_tile
 from nanoinfer.kernels.int4_format import MANY_COLUMNS, MANY_ROWS
+from nanoinfer.ops.common.device_properties import num_multiprocessors
 
 BLOCK = gl.constexpr(128)  # inputs that are packed together
 WORDS = gl.constexpr(16)  # of a block

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.device_properties import num_multiprocessors
 from nanoinfer.kernels.hopper_experts import _gather
 from nanoinfer.kernels.hopper_int4 import (
     BLOCK,
@@ -34,6 +33,7 @@ from nanoinfer.kernels.hopper_int4 import (
 )
 from nanoinfer.kernels.hopper_prefill_attention import SWIZZLED, load_tile
 from nanoinfer.kernels.moe_routing import TilePlan
+from nanoinfer.ops.common.device_properties import num_multiprocessors
 
 if TYPE_CHECKING:
     from nanoinfer.kernels.moe_experts import ExpertWeights

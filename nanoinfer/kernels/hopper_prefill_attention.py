@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.device_properties import num_multiprocessors
 from nanoinfer.kernels.paged_prefill_attention import TILE_ROWS
+from nanoinfer.ops.common.device_properties import num_multiprocessors
 
 KEYS = 128  # of a tile
 STAGES = 2  # tiles of keys and of values that shared memory holds

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels import int4_format
-from nanoinfer.kernels.device_properties import has_hopper_kernels, next_power_of_2
 from nanoinfer.kernels.int4_format import COLUMNS
+from nanoinfer.ops.common.device_properties import has_hopper_kernels, next_power_of_2
 
 BLOCK = tl.constexpr(128)  # inputs that are packed together
 WORDS = tl.constexpr(16)  # of a block

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanoinfer.kernels.fp8_format import FP8, FP8_MAX
+from nanoinfer.ops.common.fp8_format import FP8, FP8_MAX
 
 # The largest value of each format. The scale of a vector takes the vector's own largest value there.
 LARGEST = {FP8: FP8_MAX, torch.int8: 127.0}

@@ -21,16 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import (
+from nanoinfer.kernels.int4_product import int4_tile_product, widen
+from nanoinfer.kernels.moe_routing import plan_tiles
+from nanoinfer.ops.common.device_properties import (
     has_hopper_kernels,
     has_large_shared_memory,
     next_power_of_2,
     num_multiprocessors,
 )
-from nanoinfer.kernels.int4_product import int4_tile_product, widen
-from nanoinfer.kernels.math import gated
-from nanoinfer.kernels.moe_routing import plan_tiles
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.math import gated
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 
 @triton.jit

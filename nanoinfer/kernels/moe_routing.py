@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
 SEGMENT = 8192  # pairs that a program looks through; more are counted in segments first

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.kv_cache_format import LARGEST
-from nanoinfer.kernels.math import SMALLEST_SCALE
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.math import SMALLEST_SCALE
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 NUM_WARPS = 4
 # Four elements for each thread: 16 bytes in float32, 8 in a 16-bit dtype. With these, Triton gives all tiles the same

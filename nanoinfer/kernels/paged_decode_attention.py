@@ -29,9 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.bytes_to_float16 import interleaved, widened, widened_bytes
-from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
-from nanoinfer.kernels.math import soft_capped
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
+from nanoinfer.ops.common.math import soft_capped
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 MAX_TOKENS_IN_8_BITS = 128  # a tile of few queries in 8 bits has twice as many tokens, if it is not more than this

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.device import to_device
-from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2
-from nanoinfer.kernels.math import soft_capped
 from nanoinfer.kernels.paged_decode_attention import LIFT, LOG2_E, MASKED, padded_head_dim
+from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
+from nanoinfer.ops.common.math import soft_capped
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 

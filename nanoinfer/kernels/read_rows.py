@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
+from nanoinfer.ops.common.device_properties import next_power_of_2
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.programmatic_launch import overlap_options
-from nanoinfer.kernels.rms_norm import num_warps
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.norms.triton import num_warps
 
 
 @triton.jit

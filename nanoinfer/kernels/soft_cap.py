@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.math import soft_capped
+from nanoinfer.ops.common.math import soft_capped
 
 TILE = 4096  # logits of a program
 

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
 from nanoinfer.kernels.kv_cache_format import LARGEST
 from nanoinfer.kernels.norm_rope_store import _magnitude, _rounded
+from nanoinfer.ops.common.device_properties import next_power_of_2
 
 TILE = 1024  # elements of a program
 NUM_WARPS = 4

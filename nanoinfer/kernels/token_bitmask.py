@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 GROUP_SIZE = tl.constexpr(8)  # ids
 INF = tl.constexpr(float("inf"))

@@ -4,9 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer import kernels
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.quantization.fp8_numbers import quantize_rows
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
 
 
 @triton_on_cuda(lambda: kernels.gated_activation.silu_and_mul)

@@ -10,10 +10,10 @@ from nanoinfer import kernels
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import Activations
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import wide_rows
 from nanoinfer.layers.moe import Experts, PackedExperts, Router
+from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.quantization.linear_method import PER_OUTPUT, stored
 
 

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.fp8_format import RowFormat
-from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.quantization.fp8_numbers import quantize_rows
+from nanoinfer.ops.common.fp8_format import RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
+from nanoinfer.ops.norms.spec import add_rms_norm, rms_norm
 
 
 class CohereLayerNorm(RMSNorm):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nanoinfer import kernels
 from nanoinfer.device import import_error
-from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.layernorm import rms_norm
+from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.norms.spec import rms_norm
 
 MAX_FEW_ROWS = 4  # 0 turns these kernels off
 MAX_FEW_WIDE_ROWS = 2  # of more than WIDE values: with more rows, multiplying takes longer than reading the weights

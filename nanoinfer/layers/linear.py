@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.common.symmetric_buffers import SymmetricBuffers
 from nanoinfer.quantization.linear_method import FEW_OUTPUTS, PER_OUTPUT, WEIGHT, LinearMethod, ParamSpec, stored
 
 

@@ -16,10 +16,10 @@ from nanoinfer import kernels
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
 from nanoinfer.layers.shared_expert import SharedExpert, SharedExpertGate
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, WEIGHT, LinearMethod, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a

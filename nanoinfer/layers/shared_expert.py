@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import Activations
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinear, wide_rows
+from nanoinfer.ops.common.fp8_format import Activations
 
 
 @triton_on_cuda(lambda: kernels.shared_expert_gate.gated_sum)

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import RowFormat
-from nanoinfer.layers.layernorm import RMSNorm, rms_norm
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.quantization.fp8_numbers import quantize_rows
+from nanoinfer.ops.common.fp8_format import RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
+from nanoinfer.ops.norms.spec import rms_norm
 
 
 class WholeNorm(nn.Module):

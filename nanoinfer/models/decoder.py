@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -28,6 +27,7 @@ from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm, normalise_wholly
 from nanoinfer.models.decoder_spec import DecoderSpec, LayerTraits
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.linear_attention import DecoderLinearAttention
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.method_selection import with_quantization
 
 

@@ -2,10 +2,10 @@
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import Activations
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.layers.linear_attention.linear_attention_layer import GatedDeltaNet
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.ops.common.fp8_format import Activations
 
 
 class DecoderLinearAttention(GatedDeltaNet):

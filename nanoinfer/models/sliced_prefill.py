@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
-from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, rms_norm
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, run_pieces
-from nanoinfer.quantization.fp8_numbers import quantize_rows
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
+from nanoinfer.ops.norms.spec import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.copy_engines import CopyEngines

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.weights import check_shape
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 
 MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
 FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles

@@ -9,8 +9,8 @@ from torch import nn
 from nanoinfer.checkpoint.int4_config import Int4Config, Mxfp4Config
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
+from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
-from nanoinfer.quantization.fp8_numbers import has_fp8_products
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 from nanoinfer.quantization.int4.mxfp4 import Mxfp4Method
 from nanoinfer.quantization.linear_method import LinearMethod

@@ -7,7 +7,7 @@ import torch
 
 from nanoinfer.bench import fp8_kernels
 from nanoinfer.errors import ConfigError
-from nanoinfer.kernels.fp8_format import QuantizedRows
+from nanoinfer.ops.common.fp8_format import QuantizedRows
 from nanoinfer.quantization import method_selection
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
-from nanoinfer.kernels.programmatic_launch import overlap_options
 from nanoinfer.layers import few_rows as layers
 from nanoinfer.layers.few_rows import few_rows_product
 from nanoinfer.models import few_rows_layer
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,20 +13,15 @@ from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
-from nanoinfer.layers.layernorm import RMSNorm, add_rms_norm, add_rms_norm_to_fp8
+from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.quantization.fp8_numbers import (
-    dequantize_rows,
-    dequantize_weight,
-    fp8_expert_mlp,
-    fp8_product,
-    has_fp8_products,
-    quantize_rows,
-    quantize_weight,
-)
+from nanoinfer.ops.common.device_properties import has_fp8_products
+from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
+from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight, fp8_product, quantize_rows, quantize_weight
+from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
+from nanoinfer.quantization.fp8_experts import fp8_expert_mlp
 from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import (
     assert_experts_are_as_good_as_their_twin,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.kernels.device_properties import has_hopper_kernels
 from nanoinfer.kernels.int4_format import MAX_HOPPER_ROWS
 from nanoinfer.layers.moe import expert_mlp
+from nanoinfer.ops.common.device_properties import has_hopper_kernels
 from nanoinfer.quantization.int4.packing import PackedWeight, block_size, dequantize, few_rows_product, pack, widen
 
 pytest.importorskip("triton")

@@ -19,10 +19,9 @@ from nanoinfer.layers.attention.attention_layer import norm_rope_store
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.block_copies import copy_tokens
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
-from nanoinfer.layers.layernorm import add_rms_norm, rms_norm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.soft_cap import cap_logits
-from nanoinfer.models.encoders.layers import add_layer_norm
+from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
 from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.filter_threshold import thresholds
 from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append

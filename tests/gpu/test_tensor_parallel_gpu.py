@@ -21,9 +21,10 @@ import torch
 from nanoinfer import LLM, ConfigError, SamplingParams, WorkerError, tiny_model_path
 from nanoinfer.device import becomes_idle
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS
-from nanoinfer.layers.layernorm import add_rms_norm, all_reduce_add_rms_norm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import DecoderMLP
+from nanoinfer.ops.all_reduce_norm.spec import all_reduce_add_rms_norm
+from nanoinfer.ops.norms.spec import add_rms_norm
 from nanoinfer.runner import device_runner
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from tests.gpu import ranks_share_gpus

@@ -26,8 +26,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.device import computing
-from nanoinfer.kernels import device_properties, programmatic_launch, triton_twins
+from nanoinfer.kernels import triton_twins
 from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.ops import dispatch
+from nanoinfer.ops.common import device_properties, programmatic_launch
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}  # of an A100, an RTX 3090, an RTX 4090, an H200
 
@@ -77,6 +79,7 @@ def pretend(capability: int) -> None:
     driver.set_active(AbsentGpu(capability))
     compile_instead_of_launching()
     triton_twins.triton_on_cuda = with_twins
+    dispatch.op = lambda spec: with_twins(lambda: dispatch.kernel_of(spec))(spec)
     on_hopper = capability >= 90
     programmatic_launch.overlap_options = lambda _device: (
         {"OVERLAP": True, "launch_pdl": True} if on_hopper else {"OVERLAP": False}

@@ -8,14 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.fp8_format import FP8, QuantizedRows, RowFormat
-from nanoinfer.layers import activation, layernorm
-from nanoinfer.quantization import fp8_numbers as fp8
-from nanoinfer.quantization.fp8_numbers import dequantize_rows, quantize_weight
+from nanoinfer.layers import activation
+from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
+from nanoinfer.ops.fp8 import spec as fp8
+from nanoinfer.ops.fp8.spec import dequantize_rows, quantize_weight
+from nanoinfer.ops.norms import spec as norms
+from nanoinfer.quantization import fp8_experts as fp8_expert_spec
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import fp8_experts, fp8_product, fp8_rows, gated_activation, rms_norm  # noqa: E402
+from nanoinfer.kernels import fp8_experts, gated_activation  # noqa: E402
+from nanoinfer.ops.fp8 import triton as fp8_kernels  # noqa: E402
+from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp  # noqa: E402
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted  # noqa: E402
 
@@ -42,10 +46,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 @pytest.mark.parametrize(
     ("twin", "kernels"),
     [
-        (fp8.quantize_rows, fp8_rows),
-        (fp8.fp8_product, fp8_product),
-        (fp8.fp8_expert_mlp, fp8_experts),
-        (layernorm.add_rms_norm_to_fp8, rms_norm),
+        (fp8_expert_spec.fp8_expert_mlp, fp8_experts),
     ],
 )
 def test_on_cuda_the_kernel_of_a_twins_name_runs_with_its_parameters(
@@ -85,7 +86,7 @@ def odd_rows(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_rounded_as_their_twin_does(name: str, size: int, dtype: torch.dtype) -> None:
     x = odd_rows(size + 8, dtype)[:, :size]  # rows out of wider ones
-    assert_equal_rows(fp8_rows.quantize_rows(x, FORMATS[name]), fp8.quantize_rows(x, FORMATS[name]))
+    assert_equal_rows(fp8_kernels.quantize_rows(x, FORMATS[name]), fp8.quantize_rows(x, FORMATS[name]))
 
 
 @pytest.mark.parametrize("has_sum_weight", [False, True])
@@ -98,11 +99,11 @@ def test_a_norm_in_fp8_is_the_norm_rounded(name: str, size: int, num_splits: int
     others = randn(2, 5, size, seed=4) if num_splits == 3 else None
     residual[3, 7] = NAN
     arguments = x, residual, weight, 1e-6, sum_weight
-    out, total = rms_norm.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
-    wide, expected_total = rms_norm.add_rms_norm(*arguments, others)
+    out, total = norm_kernels.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
+    wide, expected_total = norm_kernels.add_rms_norm(*arguments, others)
     torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
     assert_equal_rows(out, fp8.quantize_rows(wide, FORMATS[name]))
-    twin, _ = layernorm.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
+    twin, _ = norms.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
     torch.testing.assert_close(dequantize_rows(out), dequantize_rows(twin), rtol=0.13, atol=1e-2, equal_nan=True)
 
 
@@ -122,7 +123,7 @@ def test_gated_activations_in_fp8_are_rounded_as_their_twins_are(function: str, 
 def test_equal_shares_of_a_row_have_a_scale_each(group_size: int) -> None:
     shares = RowFormat(group_size=group_size)
     x = odd_rows(4 * group_size)
-    assert_equal_rows(fp8_rows.quantize_rows(x, shares), fp8.quantize_rows(x, shares))
+    assert_equal_rows(fp8_kernels.quantize_rows(x, shares), fp8.quantize_rows(x, shares))
     silu_and_mul = gated_activation.silu_and_mul
     gate_up = 3 * randn(3, 4 * group_size)
     rows = silu_and_mul(gate_up, shares)
@@ -132,7 +133,7 @@ def test_equal_shares_of_a_row_have_a_scale_each(group_size: int) -> None:
 
 
 def test_no_rows_are_rounded_to_no_rows() -> None:
-    assert fp8_rows.quantize_rows(randn(0, 64), RowFormat()).values.shape == (0, 64)
+    assert fp8_kernels.quantize_rows(randn(0, 64), RowFormat()).values.shape == (0, 64)
     assert gated_activation.silu_and_mul(randn(0, 64), FORMATS["group"]).values.shape == (0, 32)
 
 
@@ -157,7 +158,7 @@ def test_a_product_equals_its_twin(
 ) -> None:
     operands = rounded_product(num_tokens, depth, num_outputs, FORMATS[name], block_size)
     bias = randn(num_outputs, seed=2)
-    actual = fp8_product.fp8_product(*operands, bias, torch.float32)
+    actual = fp8_kernels.fp8_product(*operands, bias, torch.float32)
     expected = fp8.fp8_product(*operands, bias, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
@@ -167,7 +168,7 @@ def test_a_product_equals_its_twin(
 @pytest.mark.parametrize("name", ["token", "group"])
 def test_partial_sums_add_up_to_the_product(name: str, block_size: int | None) -> None:
     operands = rounded_product(9, 512, 80, FORMATS[name], block_size)
-    terms = fp8_product.fp8_product(*operands, None, torch.float32, 4)
+    terms = fp8_kernels.fp8_product(*operands, None, torch.float32, 4)
     assert terms.shape == (4, 9, 80)
     torch.testing.assert_close(terms, fp8.fp8_product(*operands, None, torch.float32, 4), rtol=1e-5, atol=1e-4)
     whole = fp8.fp8_product(*operands, None, torch.float32)
@@ -182,7 +183,7 @@ def test_a_product_of_rows_with_scales_of_shares_equals_its_twin(
     group_size: int, num_tokens: int, num_splits: int
 ) -> None:
     operands = rounded_product(num_tokens, 4 * group_size, 140, RowFormat(group_size=group_size), None)
-    actual = fp8_product.fp8_product(*operands, None, torch.float32, num_splits)
+    actual = fp8_kernels.fp8_product(*operands, None, torch.float32, num_splits)
     expected = fp8.fp8_product(*operands, None, torch.float32, num_splits)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)
 
@@ -191,7 +192,7 @@ def test_a_product_of_rows_with_scales_of_shares_equals_its_twin(
 def test_nan_and_infinity_spoil_their_own_rows_only() -> None:
     rows = fp8.quantize_rows(odd_rows(256), RowFormat())
     weight, scales = quantize_weight(odd_rows(256))
-    out = fp8_product.fp8_product(rows.values, rows.scales, weight, scales, None, torch.float32)[0]
+    out = fp8_kernels.fp8_product(rows.values, rows.scales, weight, scales, None, torch.float32)[0]
     spoiled = torch.zeros(7, 7, dtype=torch.bool)
     spoiled[2:4] = spoiled[:, 2:4] = True
     assert torch.equal(out.isfinite(), ~spoiled)
@@ -201,12 +202,12 @@ def test_nan_and_infinity_spoil_their_own_rows_only() -> None:
 @loops_are_interpreted
 def test_bands_of_tiles_cover_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 tokens stand for those of 128."""
-    tiling = fp8_product.Tiling(16, 64, True, 1, 1)
-    monkeypatch.setattr(fp8_product, "choose_tiling", lambda num_tokens, device: tiling)
-    monkeypatch.setattr(fp8_product, "TILES_IN_A_BAND", 3)
+    tiling = fp8_kernels.Tiling(16, 64, True, 1, 1)
+    monkeypatch.setattr(fp8_kernels, "choose_tiling", lambda num_tokens, device: tiling)
+    monkeypatch.setattr(fp8_kernels, "TILES_IN_A_BAND", 3)
     for num_tokens in (16, 40, 48, 49, 130):
         operands = rounded_product(num_tokens, 128, 150, RowFormat(), None)
-        actual = fp8_product.fp8_product(*operands, None, torch.float32)
+        actual = fp8_kernels.fp8_product(*operands, None, torch.float32)
         torch.testing.assert_close(actual, fp8.fp8_product(*operands, None, torch.float32), rtol=1e-5, atol=1e-4)
 
 
@@ -242,7 +243,7 @@ def test_experts_equal_their_twin(
     gate_up = quantize_weight(randn(num_experts, 2 * inner_size, hidden_size, seed=1) / hidden_size**0.5, block_size)
     down = quantize_weight(randn(num_experts, hidden_size, inner_size, seed=2) / inner_size**0.5, block_size)
     arguments = (rows.values, rows.scales, *gate_up, *down, FORMATS[name], ids, weights, torch.float32)
-    actual, expected = fp8_experts.fp8_expert_mlp(*arguments), fp8.fp8_expert_mlp(*arguments)
+    actual, expected = fp8_experts.fp8_expert_mlp(*arguments), fp8_expert_spec.fp8_expert_mlp(*arguments)
     # Where gate and up differ in their last bits, SwiGLU may be rounded to a neighbour in e4m3.
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
     assert (actual - expected).abs().mean() < 1e-4

@@ -16,35 +16,35 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
-from nanoinfer.kernels.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
-from nanoinfer.layers import activation, layernorm, soft_cap
+from nanoinfer.layers import activation, soft_cap
 from nanoinfer.layers.attention import attention_layer, block_copies, widened_blocks
 from nanoinfer.layers.linear_attention import delta_rule
-from nanoinfer.models.encoders import layers as encoder_layers
+from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
+from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
+from nanoinfer.ops.norms import spec as norms
 from nanoinfer.runner import step_tables
 from nanoinfer.sampling import filter_threshold, gumbel_max, logprobs, token_bitmask
 from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import all_reduce_rms_norm as all_reduce_kernels  # noqa: E402
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import filter_threshold as threshold_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
-from nanoinfer.kernels import layer_norm as layer_norm_kernels  # noqa: E402
 from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
-from nanoinfer.kernels import rms_norm as rms_norm_kernels  # noqa: E402
 from nanoinfer.kernels import soft_cap as soft_cap_kernels  # noqa: E402
 from nanoinfer.kernels import store_keys_values as store_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.kernels.barrier import barrier  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: E402
+from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
@@ -74,10 +74,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("twin", "kernels"),
     [
-        (layernorm.rms_norm, rms_norm_kernels),
-        (layernorm.add_rms_norm, rms_norm_kernels),
-        (layernorm.all_reduce_add_rms_norm, all_reduce_kernels),
-        (encoder_layers.add_layer_norm, layer_norm_kernels),
         (activation.silu_and_mul, gated_kernels),
         (activation.gelu_tanh_and_mul, gated_kernels),
         (activation.gelu_and_mul, gated_kernels),
@@ -115,12 +111,12 @@ def test_a_norm_that_subtracts_the_mean_equals_its_twin(size: int, dtype: torch.
     x, residual = 1 + randn(num_terms, 4, size, dtype=dtype), randn(4, size, seed=1, dtype=dtype)
     weight = randn(size, seed=2)
     arguments = x, residual, weight, 1e-5
-    out, total = rms_norm_kernels.add_rms_norm(*arguments, centres=True)
-    expected, expected_total = layernorm.add_rms_norm(*arguments, centres=True)
+    out, total = norm_kernels.add_rms_norm(*arguments, centres=True)
+    expected, expected_total = norms.add_rms_norm(*arguments, centres=True)
     assert_nearly_equal(total, expected_total)
     # The twin adds up terms in their own dtype.
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
-    alone, twin = (norms.rms_norm(x[0], weight, 1e-5, centres=True) for norms in (rms_norm_kernels, layernorm))
+    alone, twin = (module.rms_norm(x[0], weight, 1e-5, centres=True) for module in (norm_kernels, norms))
     torch.testing.assert_close(alone, twin, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -130,11 +126,11 @@ def test_add_layer_norm_equals_its_twin(size: int, dtype: torch.dtype, has_bias:
     x, residual, weight, bias = (1 + randn(4, size, seed=seed, dtype=dtype) for seed in range(4))
     unchanged, arguments = x.clone(), (residual, weight[0], bias[0] if has_bias else None, 1e-5)
     expected_total = torch.empty_like(x)
-    expected = encoder_layers.add_layer_norm(x, *arguments, total=expected_total)
+    expected = norms.add_layer_norm(x, *arguments, total=expected_total)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(layer_norm_kernels.add_layer_norm(x, *arguments), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(norm_kernels.add_layer_norm(x, *arguments), expected, rtol=0, atol=tolerance)
     assert torch.equal(x, unchanged)
-    in_place = layer_norm_kernels.add_layer_norm(x, *arguments, total=x)
+    in_place = norm_kernels.add_layer_norm(x, *arguments, total=x)
     torch.testing.assert_close(in_place, expected, rtol=0, atol=tolerance)
     assert torch.equal(x, expected_total)
 
@@ -142,21 +138,21 @@ def test_add_layer_norm_equals_its_twin(size: int, dtype: torch.dtype, has_bias:
 def test_add_layer_norm_takes_contiguous_rows_alone() -> None:
     x, weight = randn(4, 8), randn(8)
     with pytest.raises(AssertionError, match="residual must be contiguous"):
-        layer_norm_kernels.add_layer_norm(x, randn(8, 4).t(), weight, None, 1e-5)
+        norm_kernels.add_layer_norm(x, randn(8, 4).t(), weight, None, 1e-5)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (8192, torch.float16)])
 def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
     x, residual, weight = (randn(3, size, seed=seed, dtype=dtype) for seed in range(3))
     unchanged = x.clone(), residual.clone()
-    assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight[0], 1e-5), layernorm.rms_norm(x, weight[0], 1e-5))
+    assert_nearly_equal(norm_kernels.rms_norm(x, weight[0], 1e-5), norms.rms_norm(x, weight[0], 1e-5))
     part, rows = (torch.cat([x, residual], dim=1) for _ in range(2))  # the rows of x in wider ones, in place
-    assert rms_norm_kernels.rms_norm(part[:, :size], weight[0], 1e-5, out=part[:, :size]).shape == x.shape
-    layernorm.rms_norm(rows[:, :size], weight[0], 1e-5, out=rows[:, :size])
+    assert norm_kernels.rms_norm(part[:, :size], weight[0], 1e-5, out=part[:, :size]).shape == x.shape
+    norms.rms_norm(rows[:, :size], weight[0], 1e-5, out=rows[:, :size])
     assert_nearly_equal(part, rows)
     assert torch.equal(part[:, size:], residual)
-    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight[0], 1e-5)
-    expected, expected_total = layernorm.add_rms_norm(x, residual, weight[0], 1e-5)
+    out, total = norm_kernels.add_rms_norm(x, residual, weight[0], 1e-5)
+    expected, expected_total = norms.add_rms_norm(x, residual, weight[0], 1e-5)
     assert torch.equal(total, expected_total), "the sum is rounded before it is normalised"
     assert_nearly_equal(out, expected)
     assert torch.equal(x, unchanged[0])
@@ -166,8 +162,8 @@ def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_add_rms_norm_adds_up_partial_sums_in_float32(dtype: torch.dtype) -> None:
     parts, residual, weight = randn(4, 3, 96), randn(3, 96, seed=1, dtype=dtype), randn(96, dtype=dtype)
-    out, total = rms_norm_kernels.add_rms_norm(parts, residual, weight, 1e-5)
-    expected, expected_total = layernorm.add_rms_norm(parts, residual, weight, 1e-5)
+    out, total = norm_kernels.add_rms_norm(parts, residual, weight, 1e-5)
+    expected, expected_total = norms.add_rms_norm(parts, residual, weight, 1e-5)
     assert out.dtype == total.dtype == dtype
     assert_nearly_equal(total, expected_total)
     assert_nearly_equal(out, expected)
@@ -181,15 +177,15 @@ def test_float32_weights_multiply_before_rounding_and_a_sum_is_normalised_before
 ) -> None:
     x, residual = randn(3, size, dtype=dtype), randn(3, size, seed=1, dtype=dtype)
     weight, sum_weight, parts = 1 + 0.3 * randn(size, seed=2), 1 + 0.3 * randn(size, seed=3), randn(4, 3, size, seed=4)
-    out = rms_norm_kernels.rms_norm(x, weight, 1e-5)
-    assert_nearly_equal(out, layernorm.rms_norm(x, weight, 1e-5))
-    assert not torch.equal(out, layernorm.rms_norm(x, weight.to(dtype), 1e-5))
+    out = norm_kernels.rms_norm(x, weight, 1e-5)
+    assert_nearly_equal(out, norms.rms_norm(x, weight, 1e-5))
+    assert not torch.equal(out, norms.rms_norm(x, weight.to(dtype), 1e-5))
     for terms in (x, parts, parts.to(dtype)):
-        results = rms_norm_kernels.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
-        expected = layernorm.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
+        results = norm_kernels.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
+        expected = norms.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
         for ours, twin in zip(results, expected, strict=True):
             assert_nearly_equal(ours, twin)
-        assert not torch.equal(results[1], layernorm.add_rms_norm(terms, residual, weight, 1e-5)[1])
+        assert not torch.equal(results[1], norms.add_rms_norm(terms, residual, weight, 1e-5)[1])
 
 
 @pytest.mark.parametrize("has_sum_weight", [False, True])
@@ -201,9 +197,9 @@ def test_add_rms_norm_adds_the_terms_of_other_ranks_and_writes_where_it_is_told(
     other_terms = randn(3, 7 * size, seed=2, dtype=dtype)[:, : 5 * size].unflatten(1, (5, size))
     sum_weight = 1 + 0.3 * randn(size, seed=3) if has_sum_weight else None
     unchanged, rows = x.clone(), torch.full((7, size), NAN, dtype=dtype)
-    out, total = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=rows[1:6])
-    expected = layernorm.add_rms_norm(torch.stack([x, *other_terms]).float(), residual, weight, 1e-5, sum_weight)
-    twin = layernorm.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=torch.empty_like(residual))
+    out, total = norm_kernels.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=rows[1:6])
+    expected = norms.add_rms_norm(torch.stack([x, *other_terms]).float(), residual, weight, 1e-5, sum_weight)
+    twin = norms.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=torch.empty_like(residual))
     for ours, other, wanted in zip((out, total), twin, expected, strict=True):
         assert_nearly_equal(ours, wanted)
         assert_nearly_equal(other, wanted)
@@ -215,19 +211,19 @@ def test_add_rms_norm_adds_the_terms_of_other_ranks_and_writes_where_it_is_told(
 def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
     wide, wider, weight = randn(4, 100), randn(4, 200, seed=1), randn(60)
     x, residual = wide[:, 20:80], wider[:, 100:160]
-    actual = rms_norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
-    for ours, twin in zip(actual, layernorm.add_rms_norm(x, residual, weight, 1e-5), strict=True):
+    actual = norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
+    for ours, twin in zip(actual, norms.add_rms_norm(x, residual, weight, 1e-5), strict=True):
         assert_nearly_equal(ours, twin)
     with pytest.raises(AssertionError, match="residual must be contiguous in its last dimension"):
-        rms_norm_kernels.add_rms_norm(x, wider[:, 0:120:2], weight, 1e-5)
+        norm_kernels.add_rms_norm(x, wider[:, 0:120:2], weight, 1e-5)
 
 
 def test_rms_norm_takes_any_shape_keeps_zeros_finite_and_nan_in_its_row() -> None:
     for shape in ((64,), (2, 3, 64), (0, 64)):
         x, weight = randn(*shape), randn(64)
-        assert_nearly_equal(rms_norm_kernels.rms_norm(x, weight, 1e-5), layernorm.rms_norm(x, weight, 1e-5))
+        assert_nearly_equal(norm_kernels.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
     x = torch.tensor([[0.0, 0.0], [NAN, 1.0], [3.0, 3.0]])
-    out = rms_norm_kernels.rms_norm(x, torch.ones(2), 1e-6)
+    out = norm_kernels.rms_norm(x, torch.ones(2), 1e-6)
     assert out[0].tolist() == [0.0, 0.0]
     assert out[1].isnan().all()
     torch.testing.assert_close(out[2], torch.ones(2))
@@ -264,7 +260,7 @@ class AllRanks:
             self.weights = 1 + 0.3 * randn(size, seed=10), 1e-5, 1 + 0.3 * randn(size, seed=11)
         self.weights[0][0] = -1  # times zero it is -0.0, which stands for an entry that has not come
         self.parts = self.terms.sum(1, dtype=torch.float32).to(dtype)
-        self.expected, self.expected_total = layernorm.add_rms_norm(self.parts.float(), self.residual, *self.weights)
+        self.expected, self.expected_total = norms.add_rms_norm(self.parts.float(), self.residual, *self.weights)
         self.received = torch.full((NUM_RANKS, NUM_RANKS, MAX_TOKENS, size), self.empty, dtype=BITS[dtype])
         self.outputs = torch.full((NUM_RANKS, MAX_TOKENS, size), self.empty, dtype=BITS[dtype])
         for peer in range(NUM_RANKS):
@@ -291,7 +287,7 @@ class AllRanks:
 )
 def test_in_one_shot_a_rank_reduces_all_rows_for_itself(normalises_sum: bool, dtype: torch.dtype) -> None:
     ranks = AllRanks(97, two_shot=False, rank=1, normalises_sum=normalises_sum, dtype=dtype)
-    twin = layernorm.all_reduce_add_rms_norm(ranks.terms[1], ranks.residual, ranks.buffers, *ranks.weights)
+    twin = all_reduce_norm.all_reduce_add_rms_norm(ranks.terms[1], ranks.residual, ranks.buffers, *ranks.weights)
     torch.testing.assert_close(twin, (ranks.expected, ranks.expected_total))
     out, total = ranks.run()
     assert_nearly_equal(out, ranks.expected)

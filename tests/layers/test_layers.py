@@ -113,7 +113,7 @@ def test_on_cuda_the_kernel_runs_where_triton_is_installed(has_triton: bool, mon
 def test_launches_overlap_from_compute_capability_9_on(
     capability: tuple[int, int], overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = pytest.importorskip("nanoinfer.kernels.programmatic_launch")
+    launch = pytest.importorskip("nanoinfer.ops.common.programmatic_launch")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert launch.overlap_options.__wrapped__(CUDA)["OVERLAP"] is overlaps
@@ -629,7 +629,7 @@ def test_hoppers_own_prefill_kernel_serves_plain_layers_alone(
     changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", minversion="3.6")
-    monkeypatch.setattr("nanoinfer.kernels.device_properties.has_hopper_kernels", lambda _device: True)
+    monkeypatch.setattr("nanoinfer.ops.common.device_properties.has_hopper_kernels", lambda _device: True)
     spec = replace(FULL, head_dim=128, **changes)
     assert backend_selection._has_hopper_kernel(CUDA, SIXTEEN, spec, 256) == expected
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight
 from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.fp8_numbers import dequantize_weight, fit_weight
 from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, checkpoint, draw_prompts, generate
 
 __all__ = ["checkpoint"]

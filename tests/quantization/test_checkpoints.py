@@ -18,10 +18,10 @@ from nanoinfer import LLM, ConfigError, ModelError, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.quantization_config import read_quantization
 from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
-from nanoinfer.kernels.fp8_format import FP8
 from nanoinfer.models import REGISTRY
+from nanoinfer.ops.common.fp8_format import FP8
+from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, quantize_weight
 from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.fp8_numbers import dequantize_weight, fit_weight, quantize_weight
 
 Tensors = dict[str, Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)

@@ -12,23 +12,23 @@ from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.kernels.fp8_format import FP8, QuantizedRows, RowFormat
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
-from nanoinfer.quantization.fp8_numbers import (
+from nanoinfer.ops.common.device_properties import has_fp8_products
+from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
+from nanoinfer.ops.fp8.spec import (
     dequantize_rows,
     dequantize_weight,
     fit_weight,
-    fp8_expert_mlp,
     fp8_product,
-    has_fp8_products,
     quantize_rows,
     quantize_weight,
 )
+from nanoinfer.quantization import method_selection
+from nanoinfer.quantization.fp8_experts import fp8_expert_mlp
+from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
 from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp
 

@@ -8,8 +8,8 @@ from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.kv_quantization import quantize_vectors
 from nanoinfer.layers.attention.metadata import LayerCache, Metadata, PrefillMetadata
-from nanoinfer.layers.layernorm import rms_norm
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotate
+from nanoinfer.ops.norms.spec import rms_norm
 
 
 class Attention(nn.Module):

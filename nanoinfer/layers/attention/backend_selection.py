@@ -107,7 +107,7 @@ def select_backend(
 
 def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int) -> bool:
     """Whether Hopper's own prefill kernel serves layers like this one."""
-    from nanoinfer.kernels.device_properties import has_hopper_kernels
+    from nanoinfer.ops.common.device_properties import has_hopper_kernels
 
     is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None and spec.causal
     if not is_plain or not has_hopper_kernels(device):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nanoinfer.device import compute_capability
 from nanoinfer.errors import ConfigError
-from nanoinfer.kernels.fp8_format import FP8, TINY
 from nanoinfer.kernels.kv_cache_format import LARGEST
+from nanoinfer.ops.common.fp8_format import FP8, TINY
 
 
 def select_kv_cache_dtype(requested: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.fp8_format import Activations, RowFormat
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.linear import PartialSum, RowParallelLinear, wide_rows
 from nanoinfer.layers.linear_attention.delta_rule import DeltaWeights, gated_delta_prefill, gated_delta_step
 from nanoinfer.layers.linear_attention.projections import CausalConvolution, ba_projection, qkvz_projection
 from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 
 
 class GatedNorm(nn.Module):

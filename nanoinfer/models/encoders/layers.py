@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer import kernels
-from nanoinfer.kernels.triton_twins import triton_on_cuda
+from nanoinfer.ops.norms.spec import add_layer_norm
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -35,17 +34,6 @@ class LayerNorm(nn.Module):
     def of_sum(self, x: Tensor, residual: Tensor, total: Tensor | None = None) -> Tensor:
         """Return the norm of x + residual. total: see `add_layer_norm`."""
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, total)
-
-
-@triton_on_cuda(lambda: kernels.layer_norm.add_layer_norm)
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, total: Tensor | None = None
-) -> Tensor:
-    """Return the norm of x + residual. total: where the sum is written, which may be x; None: nowhere."""
-    added = x + residual
-    if total is not None:
-        total.copy_(added)
-    return F.layer_norm(added, weight.shape, weight, bias, eps)
 
 
 class Table(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.layers.layernorm import rms_norm
+from nanoinfer.ops.norms.spec import rms_norm
 
 NUM_TRIED_ROWS = 4
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")

@@ -12,8 +12,6 @@ from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
-from nanoinfer.kernels.device_properties import has_hopper_kernels, num_multiprocessors
-from nanoinfer.kernels.fp8_format import Activations
 from nanoinfer.kernels.int4_format import (
     COLUMNS,
     MANY_COLUMNS,
@@ -23,6 +21,8 @@ from nanoinfer.kernels.int4_format import (
     MIN_BLOCKS,
     ROWS,
 )
+from nanoinfer.ops.common.device_properties import has_hopper_kernels, num_multiprocessors
+from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
 from nanoinfer.quantization.int4.packing import (
     BLOCK,

@@ -10,7 +10,7 @@ from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import MXFP4_GROUP
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
-from nanoinfer.kernels.fp8_format import Activations
+from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
 from nanoinfer.quantization.int4.packing import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
-from nanoinfer.device import compute_capability, import_error
-from nanoinfer.kernels.fp8_format import (
+from nanoinfer.ops.common.fp8_format import (
     FP8,
     FP8_MAX,
     GROUP_SIZE,
@@ -27,20 +25,15 @@ from nanoinfer.kernels.fp8_format import (
     RowFormat,
     group_size_of,
 )
-from nanoinfer.kernels.triton_twins import triton_on_cuda
+from nanoinfer.ops.dispatch import op
 
 NUM_SCALES = 8  # that are tried for a row of a weight
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 
 
-def has_fp8_products(device: torch.device) -> bool:
-    """Return whether the device multiplies FP8: NVIDIA GPUs from compute capability 8.9 (Ada, Hopper) on."""
-    return torch.version.cuda is not None and compute_capability(device) >= (8, 9) and not import_error("triton")
-
-
-@triton_on_cuda(lambda: kernels.fp8_rows.quantize_rows)
+@op
 def quantize_rows(x: Tensor, row_format: RowFormat) -> QuantizedRows:
-    """Round rows to 8 bits. x: (num_rows, size)."""
+    """Round rows to 8 bits. x: (num_rows, size), rows contiguous."""
     group_size = row_format.group_size or max(1, x.shape[1])
     padding = -x.shape[1] % group_size
     groups = F.pad(x.float(), (0, padding)).unflatten(1, (-1, group_size))  # (num_rows, num_groups, group_size)
@@ -111,7 +104,7 @@ def spread_blocks(scales: Tensor, num_rows: int, depth: int) -> Tensor:
     return scales[..., :num_rows, :depth]
 
 
-@triton_on_cuda(lambda: kernels.fp8_product.fp8_product)
+@op
 def fp8_product(
     x: Tensor,
     x_scales: Tensor,
@@ -123,8 +116,10 @@ def fp8_product(
 ) -> Tensor:
     """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs), rounded to `dtype`.
 
-    x, x_scales: of QuantizedRows. weight: (num_outputs, depth) e4m3. weight_scales: of its rows, (num_outputs,), or of
-    blocks of 128, 2-D. bias: (num_outputs,); None where there are several splits, of which each has as many groups.
+    x: (num_tokens, depth) e4m3. x_scales: (num_tokens, 1), or one for each group: 128 values, or an equal share of a
+    row that is a multiple of 128. weight: (num_outputs, depth) e4m3, contiguous. weight_scales: of its rows,
+    (num_outputs,), or of blocks of 128, 2-D. bias: (num_outputs,); None where there are several splits, each of as many
+    groups.
     """
     wide, wide_weight = dequantize_rows(QuantizedRows(x, x_scales)), dequantize_weight(weight, weight_scales)
     wide = wide.unflatten(1, (num_splits, -1)).transpose(0, 1)
@@ -132,38 +127,6 @@ def fp8_product(
     if bias is not None:
         sums = sums + bias.float()
     return sums.to(dtype)
-
-
-@triton_on_cuda(lambda: kernels.fp8_experts.fp8_expert_mlp)
-def fp8_expert_mlp(
-    x: Tensor,
-    x_scales: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    down_format: RowFormat,
-    expert_ids: Tensor,
-    weights: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
-
-    x, x_scales: of QuantizedRows of hidden_size. gate_up, down: as in `expert_mlp` of layers/moe.py, in e4m3, with the
-    scales of their rows or blocks. down_format: how SwiGLU's results are rounded, in groups or by one static scale.
-    expert_ids, weights: from `route`. dtype: of the result, to which gate, up and SwiGLU are rounded, too.
-    """
-    num_tokens, num_experts_per_tok = expert_ids.shape
-    wide = dequantize_rows(QuantizedRows(x, x_scales))
-    terms = torch.zeros(num_experts_per_tok, num_tokens, x.shape[1], dtype=dtype, device=x.device)
-    for expert in expert_ids[expert_ids < len(gate_up)].unique().tolist():
-        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        sums = wide[token] @ dequantize_weight(gate_up[expert], gate_up_scales[expert]).t()
-        gate, up = sums.to(dtype).chunk(2, dim=1)
-        gated = dequantize_rows(quantize_rows(F.silu(gate) * up, down_format))
-        result = gated @ dequantize_weight(down[expert], down_scales[expert]).t()
-        terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(dtype)
-    return terms
 
 
 def _largest(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:

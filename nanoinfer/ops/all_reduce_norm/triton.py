@@ -1,6 +1,6 @@
 """All-reduce, residual addition and RMSNorm in one kernel: a custom all-reduce over NVLink for steps of few tokens.
 
-The PyTorch twin is `all_reduce_add_rms_norm` in `layers/layernorm.py`. The ranks' buffers come from
+The ranks' buffers come from
 `distributed/symmetric_memory.py`, which also says why two sets of them are enough. There are two variants, as in the
 custom all-reduce kernels of TensorRT-LLM and vLLM:
 
@@ -20,12 +20,11 @@ starts them in the order of their rows, so the lowest unfinished row can always 
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.programmatic_launch import overlap_options
-from nanoinfer.kernels.rms_norm import normalised, num_warps
-from nanoinfer.kernels.symmetric_buffers import SymmetricBuffers, empty_bits
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.symmetric_buffers import empty_bits
+from nanoinfer.ops.norms.triton import normalised, num_warps
 
 
 @triton.jit
@@ -120,23 +119,7 @@ def _all_reduce_add_rms_norm_kernel(
     tl.store(out_ptr + row * size + column, out, mask=mask)
 
 
-def all_reduce_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    buffers: SymmetricBuffers,
-    weight: Tensor,
-    eps: float,
-    sum_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """All-reduce the ranks' partial sums, add the residual, and return the RMSNorm of the total, and the total.
-
-    Every rank must call it with the same number of tokens and the same variant. In two-shot the total holds only the
-    rows that this rank owns.
-
-    x: (num_terms, num_tokens, size), this rank's terms. residual: (num_tokens, size). weight: (size,). All have the
-    same dtype, except that weight may be in float32. sum_weight: like weight, of a norm of the sum by itself before the
-    residual is added; None for none.
-    """
+def all_reduce_add_rms_norm(x, residual, buffers, weight, eps, sum_weight=None):
     num_rows, size = residual.shape
     assert x[0].is_contiguous(), f"the rows of each term must be contiguous, strides {x.stride()}"
     out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)

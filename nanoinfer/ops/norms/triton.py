@@ -1,4 +1,4 @@
-"""RMSNorm, alone or fused with the residual addition and a split-K reduction. Twins: `layers/layernorm.py`.
+"""RMSNorm, alone or fused with the residual addition and a split-K reduction; LayerNorm of a sum.
 
 One program holds a whole row in registers, so that each row is read once and written once.
 """
@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import next_power_of_2
-from nanoinfer.kernels.fp8_format import GROUP_SIZE, QuantizedRows, RowFormat
-from nanoinfer.kernels.fp8_rows import store_rounded
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.fp8_format import GROUP_SIZE, QuantizedRows, RowFormat
+from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.fp8.triton import store_rounded
 
 MAX_WARPS = 16
 
@@ -91,37 +91,14 @@ def _rms_norm_kernel(
         store_rounded(out, 0, size, values_ptr + row * size, row_scales, static_scale_ptr, GROUP, SIZE)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False, out: Tensor | None = None) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension, computed in float32, in the shape and dtype of x.
-
-    x: (..., size), the last dimension contiguous. weight: (size,) in the dtype of x, or in float32. centres: whether
-    the mean of x is subtracted first. out: where the norm is written, which may be x; of two dimensions, and so is x.
-    """
+def rms_norm(x, weight, eps, centres=False, out=None):
     assert out is None or (out.dim() == x.dim() == 2 and out.stride(1) == 1), "rows are written, each contiguous"
     out = x.new_empty(x.shape) if out is None else out
     _launch(x.reshape(1, -1, x.shape[-1]), None, weight, None, out, None, eps, centres=centres)
     return out
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    sum_weight: Tensor | None = None,
-    other_terms: Tensor | None = None,
-    out: Tensor | None = None,
-    centres: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + residual, and x + residual, which is rounded to its dtype before it is normalised.
-
-    x: (..., size) like residual, or (num_splits, ..., size), the partial sums of a split-K product, in any dtype. The
-    last dimension is contiguous.
-    residual: (..., size), in the dtype of the results. weight: (size,) in that dtype, or in float32.
-    sum_weight: like weight, for a norm of x alone before the residual is added; None: no such norm.
-    other_terms: (num_terms, ..., size), added to x; each is contiguous. out: where the norm is written, contiguous.
-    centres: whether the mean of the sum is subtracted before it is normalised.
-    """
+def add_rms_norm(x, residual, weight, eps, sum_weight=None, other_terms=None, out=None, centres=False):
     size = x.shape[-1]
     out = residual.new_empty(residual.shape) if out is None else out
     total = residual.new_empty(residual.shape)
@@ -131,16 +108,7 @@ def add_rms_norm(
     return out, total
 
 
-def add_rms_norm_to_fp8(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    sum_weight: Tensor | None,
-    out_format: RowFormat,
-    other_terms: Tensor | None = None,
-) -> tuple[QuantizedRows, Tensor]:
-    """Return what `add_rms_norm` does, with the norm rounded to 8 bits. residual: (num_rows, size)."""
+def add_rms_norm_to_fp8(x, residual, weight, eps, sum_weight, out_format, other_terms=None):
     out, total = out_format.empty_rows(residual, residual.shape[1]), residual.new_empty(residual.shape)
     splits = x if x.dim() > residual.dim() else x.unsqueeze(0)
     _launch(splits, residual, weight, sum_weight, out.wide, total, eps, out, out_format, other_terms)
@@ -197,3 +165,45 @@ def _launch(
         num_warps=num_warps(padded_size),
         **overlap_options(x.device),
     )
+
+
+@triton.jit
+def _add_layer_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,  # None: there is none
+    out_ptr,
+    total_ptr,  # None: the sum is not wanted
+    eps,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,  # size, rounded up to a power of two
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    mask = column < size
+    offsets = row * size + column
+    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
+    if total_ptr is not None:
+        tl.store(total_ptr + offsets, total, mask=mask)
+    wide = total.to(tl.float32)
+    centred = tl.where(mask, wide - tl.sum(wide, axis=0) / size, 0.0)
+    out = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / size + eps)
+    out *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, out.to(residual.dtype), mask=mask)
+
+
+def add_layer_norm(x, residual, weight, bias, eps, total=None):
+    for name, tensor in (("x", x), ("residual", residual), ("total", x if total is None else total)):
+        assert tensor.is_contiguous(), f"{name} must be contiguous"
+    num_rows, size = x.shape
+    out = residual.new_empty(residual.shape)
+    if num_rows:
+        padded_size = next_power_of_2(size)
+        constants = {"size": size, "SIZE": padded_size, "num_warps": num_warps(padded_size)}
+        _add_layer_norm_kernel[(num_rows,)](x, residual, weight, bias, out, total, eps, **constants)
+    return out

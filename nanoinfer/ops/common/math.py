@@ -5,7 +5,7 @@ import math
 import triton
 import triton.language as tl
 
-from nanoinfer.kernels.fp8_format import FP8_MAX, TINY, TO_SCALE
+from nanoinfer.ops.common.fp8_format import FP8_MAX, TINY, TO_SCALE
 
 LARGEST_E4M3: tl.constexpr = tl.constexpr(FP8_MAX)
 LARGEST_TO_SCALE: tl.constexpr = tl.constexpr(TO_SCALE)

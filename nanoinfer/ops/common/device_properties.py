@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.device import import_error
+from nanoinfer.device import compute_capability, import_error
 
 
 @cache
@@ -14,6 +14,11 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """Return whether the device multiplies FP8: NVIDIA GPUs from compute capability 8.9 (Ada, Hopper) on."""
+    return torch.version.cuda is not None and compute_capability(device) >= (8, 9) and not import_error("triton")
 
 
 @cache

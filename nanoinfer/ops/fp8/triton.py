@@ -1,4 +1,9 @@
-"""The product of FP8 activations and FP8 weights. Twin: `quantization/fp8_numbers.py`.
+"""Rounds rows of activations to FP8, by itself and at the end of other kernels, and multiplies them by FP8 weights.
+
+Rounding: a norm holds a whole row, so one scale for the row costs it one reduction. SwiGLU is cut into tiles of whole
+groups.
+
+The product:
 
 - Few tokens are bound by reading the weight, with many loads in flight. The weight is then the left operand: x W^T is
   computed as (W x^T)^T. Hopper's tensor cores take 64 rows of the left operand at least, and as few as 8 columns of the
@@ -17,12 +22,107 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.device_properties import has_large_shared_memory, next_power_of_2
-from nanoinfer.kernels.fp8_format import FEW_TOKENS, GROUP_SIZE, group_size_of
-from nanoinfer.kernels.programmatic_launch import overlap_options
+from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
+from nanoinfer.ops.common.fp8_format import FEW_TOKENS, GROUP_SIZE, RowFormat, group_size_of
+from nanoinfer.ops.common.math import e4m3_scale, to_e4m3
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 
+MAX_TILE = 1024  # values for each program, where rows are cut
 STEPS_AHEAD = 4  # along K, whose weights a program asks for while it waits for the activations; a power of two
 TILES_IN_A_BAND = 8  # tiles of tokens that run at the same time, so that they share the weights in the cache
+
+
+@triton.jit
+def store_rounded(
+    x,  # (SIZE,) float32, a row or a tile of one
+    first,  # the column of its first value
+    end,  # the column after its last value
+    values_ptr,  # of the row
+    scales_ptr,  # of the row
+    static_scale_ptr,  # None for scales that are computed
+    GROUP: tl.constexpr,  # values that share a scale; None: all of a row
+    SIZE: tl.constexpr,  # a power of two
+):
+    column = first + tl.arange(0, SIZE)
+    x = tl.where(column < end, x, 0.0)
+    if static_scale_ptr is not None:
+        values = to_e4m3(x, tl.load(static_scale_ptr))
+    elif GROUP is None:
+        scale = e4m3_scale(x, 0)
+        tl.store(scales_ptr, scale)
+        values = to_e4m3(x, scale)
+    elif SIZE % GROUP != 0:  # one group, whose size is no power of two
+        scale = e4m3_scale(x, 0)
+        tl.store(scales_ptr + first // GROUP, scale)
+        values = to_e4m3(x, scale)
+    else:
+        groups = tl.reshape(x, (SIZE // GROUP, GROUP))
+        scales = e4m3_scale(groups, 1)
+        group = first // GROUP + tl.arange(0, SIZE // GROUP)
+        tl.store(scales_ptr + group, scales, mask=group * GROUP < end)
+        values = tl.reshape(to_e4m3(groups, scales[:, None]), (SIZE,))
+    tl.store(values_ptr + column, values, mask=column < end)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    static_scale_ptr,
+    x_row_stride,
+    num_groups,
+    size,
+    width,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * width
+    end = tl.minimum(first + width, size)
+    column = first + tl.arange(0, TILE)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=column < end, other=0.0).to(tl.float32)
+    store_rounded(x, first, end, values_ptr + row * size, scales_ptr + row * num_groups, static_scale_ptr, GROUP, TILE)
+
+
+def quantize_rows(x, row_format):
+    num_rows, size = x.shape
+    assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
+    rows = row_format.empty_rows(x, size, wide=x)
+    if num_rows == 0:
+        return rows
+    width, tile = tile_of_row(size, row_format)
+    _quantize_rows_kernel[(num_rows, -(-size // width))](
+        x,
+        rows.values,
+        rows.scales,
+        row_format.scale,
+        x.stride(0),
+        rows.scales.shape[1],
+        size,
+        width,
+        TILE=tile,
+        GROUP=row_format.group_size,
+        num_warps=min(16, max(1, tile // 512)),
+        **overlap_options(x.device),
+    )
+    return rows
+
+
+def tile_of_row(size: int, row_format: RowFormat) -> tuple[int, int]:
+    """Return how many values of a row a program rounds, and the power of two that it computes with."""
+    if row_format.group_size is None and row_format.scale is None:
+        return size, max(GROUP_SIZE, next_power_of_2(size))  # to find the largest of them
+    group_size = row_format.group_size or GROUP_SIZE
+    tile = next_power_of_2(group_size)
+    if tile != group_size:
+        return group_size, tile
+    tile = max(tile, min(MAX_TILE, next_power_of_2(size)))
+    return tile, tile
 
 
 @triton.jit
@@ -192,21 +292,7 @@ class Tiling(NamedTuple):
     warps: int
 
 
-def fp8_product(
-    x: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    num_splits: int = 1,
-) -> Tensor:
-    """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs), rounded to `dtype`.
-
-    x: (num_tokens, depth) e4m3. x_scales: (num_tokens, 1), or one for each group: 128 values, or an equal share of
-    a row that is a multiple of 128. weight: (num_outputs, depth) e4m3, contiguous. weight_scales: of its rows,
-    (num_outputs,), or of blocks of 128, 2-D. bias: (num_outputs,).
-    """
+def fp8_product(x, x_scales, weight, weight_scales, bias, dtype, num_splits=1):
     (num_tokens, row_size), num_outputs = x.shape, len(weight)
     assert weight.is_contiguous(), f"the weight must be contiguous, strides {weight.stride()}"
     assert weight_scales.is_contiguous(), f"weight_scales must be contiguous, strides {weight_scales.stride()}"

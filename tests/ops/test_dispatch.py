@@ -1,0 +1,45 @@
+"""Every operation has a specification that needs no Triton, and a kernel that is called alike."""
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import nanoinfer
+from nanoinfer.ops.dispatch import kernel_of
+
+OPS = Path(nanoinfer.__file__).parent / "ops"
+SPECS = sorted(path.parent.name for path in OPS.glob("*/spec.py"))
+
+
+def operations(name: str) -> list[object]:
+    """The functions of ops/NAME/spec.py that are decorated with `op`."""
+    module = import_module(f"nanoinfer.ops.{name}.spec")
+    return [
+        function
+        for function in vars(module).values()
+        if getattr(function, "__module__", None) == module.__name__ and hasattr(function, "__wrapped__")
+    ]
+
+
+def parameters(function: object) -> list[tuple[str, object]]:
+    assert callable(function)
+    return [(name, parameter.default) for name, parameter in inspect.signature(function).parameters.items()]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_kernel_takes_what_its_specification_takes(name: str) -> None:
+    pytest.importorskip("triton")
+    assert operations(name)
+    for specification in operations(name):
+        assert inspect.getclosurevars(specification).nonlocals["on_cuda"]() is kernel_of(specification)  # type: ignore[arg-type]
+        assert parameters(kernel_of(specification)) == parameters(specification)  # type: ignore[arg-type]
+
+
+def test_specifications_need_no_triton() -> None:
+    imports = "".join(f"import nanoinfer.ops.{name}.spec\n" for name in SPECS)
+    code = f"import sys\nsys.modules['triton'] = None\n{imports}"
+    subprocess.run([sys.executable, "-c", code], check=True)
