@@ -24,6 +24,8 @@ def main() -> None:
             llm = LLM(task["model"], **task["options"])
             run(llm, {"prompts": [[*range(8)]], "max_tokens": [16]}, {})  # warms up
             answer: dict[str, Any] = {"imported": str(Path(str(sys.modules["nanoinfer"].__file__)).resolve())}
+            metrics = getattr(llm, "get_metrics", lambda: None)()  # older versions have no such method or field
+            answer["num_blocks"] = getattr(metrics, "num_blocks", None)
         else:
             workload = json.loads(Path(task.pop("workload")).read_text())
             llm.reset_prefix_cache()

@@ -46,7 +46,8 @@ def measure(loads: list[tuple[str, Load]], device: str, args: argparse.Namespace
             time_load(takers, name, load, model.config.vocab_size, args, Path(scratch) / "workload.json")
             for name, load in loads
         ]
-    return {"model": model.name, **describe_machine(device), "turns": figures}
+    num_blocks = {str(taker.folder): taker.num_blocks for taker in takers}
+    return {"model": model.name, **describe_machine(device), "num_blocks": num_blocks, "turns": figures}
 
 
 def time_load(
@@ -73,15 +74,22 @@ class TurnTaker:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.num_blocks: int | None = None  # of the KV cache; None where its version does not tell
         # Run as a text, it looks for modules in the current folder first, and not in that of the file.
         command = [sys.executable, "-c", Path(turn_taker.__file__).read_text(encoding="utf-8")]
         self._process = subprocess.Popen(command, cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def load(self, model: str, options: dict[str, Any]) -> None:
-        """Load an engine. Raises ConfigError where another version than that of the checkout was imported."""
-        imported = Path(self.ask(model=model, options=options)["imported"])
+        """Load an engine and print how many blocks its KV cache has: fewer of them make it slower only under load.
+
+        Raises ConfigError where another version than that of the checkout was imported.
+        """
+        answer = self.ask(model=model, options=options)
+        imported = Path(answer["imported"])
         if not imported.is_relative_to(self.folder.resolve()):
             raise ConfigError(f"{imported} is imported in place of that in {self.folder}; unset PYTHONPATH")
+        self.num_blocks = answer["num_blocks"]
+        print(f"{self.folder}: num_blocks {'unknown' if self.num_blocks is None else self.num_blocks}", flush=True)
 
     def ask(self, **task: Any) -> dict[str, Any]:
         """Have it do something, and return its answer. Raises ConfigError where it has ended."""

@@ -232,22 +232,38 @@ def test_bench_py_prints_tokens_a_second_the_floor_and_the_share(
 
 
 def test_other_checkouts_are_timed_in_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A copy of the package stands for another version; it says that it is imported."""
+    """A copy of the package stands for an older version. It says that it is imported, and counts no blocks."""
     package, other = Path(nanoinfer.__file__).parent, tmp_path / "other"
     shutil.copytree(package, other / "nanoinfer", ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "nanoinfer" / "__init__.py").open("a") as file:
         file.write("print('another version')\n")
+    with (other / "nanoinfer" / "llm.py").open("a") as file:
+        file.write(
+            "from dataclasses import asdict\n"
+            "from types import SimpleNamespace\n"
+            "get_metrics = LLM.get_metrics\n"
+            "def older(llm):\n"
+            "    metrics = asdict(get_metrics(llm))\n"
+            "    del metrics['num_blocks']\n"
+            "    return SimpleNamespace(**metrics)\n"
+            "LLM.get_metrics = older\n"
+        )
     options = ["--loads", "short", "score", "--runs", "2", "--json", tmp_path / "turns.json"]
     assert run("turns", other, *options) == 0
     captured = capfd.readouterr()
     assert captured.err.count("another version") == 1
+    figures = json.loads((tmp_path / "turns.json").read_text())
+    num_blocks = figures["num_blocks"].pop(str(package.parent))
+    assert num_blocks > 0
+    assert figures["num_blocks"] == {str(other): None}
     assert [line for line in captured.out.splitlines() if not line.startswith(" ")] == [
+        f"{package.parent}: num_blocks {num_blocks}",
+        f"{other}: num_blocks unknown",
         "short, 64 requests: median seconds, speed, and the runs",
         "score, 16 requests: median seconds, speed, and the runs",
     ]
     assert sum("100.0%" in line and f"{package.parent}: " in line for line in captured.out.splitlines()) == 2
-    figures = json.loads((tmp_path / "turns.json").read_text())["turns"]
-    lens = [{folder: len(runs) for folder, runs in one["seconds"].items()} for one in figures]
+    lens = [{folder: len(runs) for folder, runs in one["seconds"].items()} for one in figures["turns"]]
     assert lens == [{str(package.parent): 2, str(other): 2}] * 2
     assert run("report", tmp_path / "turns.json") == 0
     printed = capfd.readouterr().out
