@@ -195,10 +195,15 @@ def why_not_plain(tensor: Tensor) -> str | None:
 
 
 def import_error(package: str) -> ImportError | None:
-    """Return the reason why `package` cannot be imported (it may be built for another PyTorch), or None if it can."""
+    """Return the reason why `package` cannot be imported (it may be built for another PyTorch), or None if it can.
+
+    Raises the ImportError where a module of this package is what cannot be imported: that is no absence but a mistake.
+    """
     try:
         module = importlib.import_module(package)
     except ImportError as error:
+        if (error.name or "").partition(".")[0] == "nanoinfer":
+            raise
         return error
     # Python takes any folder of that name for a package, even an empty one that an incomplete removal has left behind.
     return None if module.__spec__ and module.__spec__.origin else ImportError(f"{package} is an empty folder")

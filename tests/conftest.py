@@ -49,6 +49,7 @@ if NUM_GPUS == 0:
 LONG_FILES = (
     "test_architectures.py",
     "test_compilation.py",
+    "test_chosen_kernels.py",
     "test_requests.py",
     "test_cli.py",
     "test_attention_kernels.py",

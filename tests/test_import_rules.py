@@ -355,6 +355,21 @@ def test_a_name_that_the_package_has_not_is_an_attribute_error() -> None:
         nanoinfer.LLMs  # noqa: B018
 
 
+def test_every_module_that_a_string_names_exists() -> None:
+    """A misspelt one would be missed only on a GPU, or pass for a package that is not installed."""
+    strings = {
+        node.value.removeprefix("nanoinfer."): path
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"nanoinfer(\.[a-z_0-9]+)+", node.value)
+    }
+    assert "layers.attention.flash_attn" in strings
+    strings.pop("replace_each_byte")  # the name of an error handler of codecs
+    assert {name: path for name, path in strings.items() if name not in MODULES} == {}
+
+
 def test_every_module_of_the_cpu_path_imports_without_triton_and_flash_attn() -> None:
     """Two of them run, too: an operator that has a kernel, and the sampler."""
     on_cpu = [

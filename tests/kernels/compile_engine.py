@@ -35,19 +35,29 @@ MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}  # of an A100, an RTX 3090
 
 
 class AbsentGpu:
-    """Stands for Triton's driver."""
+    """Stands for Triton's driver. capability: of the GPU that code believes in, such as 90."""
 
     def __init__(self, capability: int) -> None:
-        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda _device: 0
+        self.capability = capability
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.capability == 90
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
 
 
 def compile_instead_of_launching() -> None:
     """Have every launch compile its kernel, and print what came out."""
     run, known = JITFunction.run, set[int]()
 
-    @functools.wraps(run)
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         started = time.perf_counter()
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -74,41 +84,41 @@ def with_twins(kernel: Callable[[], Callable[..., Any]]) -> Callable[[Callable[.
     return decorate
 
 
-def pretend(capability: int) -> None:
+def pretend(gpu: AbsentGpu) -> None:
     """Have our code believe that it is on a GPU. Must come before the kernels and their twins are imported."""
-    driver.set_active(AbsentGpu(capability))
-    compile_instead_of_launching()
+    driver.set_active(gpu)
     triton_twins.triton_on_cuda = with_twins
     dispatch.op = lambda spec: with_twins(lambda: dispatch.kernel_of(spec))(spec)
-    on_hopper = capability >= 90
     programmatic_launch.overlap_options = lambda _device: (
-        {"OVERLAP": True, "launch_pdl": True} if on_hopper else {"OVERLAP": False}
+        {"OVERLAP": True, "launch_pdl": True} if gpu.is_hopper else {"OVERLAP": False}
     )
-    device_properties.num_multiprocessors = lambda _device: MULTIPROCESSORS[capability]
-    device_properties.has_large_shared_memory = lambda _device: on_hopper
-    device_properties.has_hopper_kernels = lambda _device: on_hopper
+    device_properties.num_multiprocessors = lambda _device: MULTIPROCESSORS[gpu.capability]
+    device_properties.has_large_shared_memory = lambda _device: gpu.is_hopper
+    device_properties.has_hopper_kernels = lambda _device: gpu.is_hopper
 
     from nanoinfer.layers.attention import backend_selection
     from nanoinfer.quantization import method_selection as methods
 
-    backend_selection.select_backend = partial(select_backend, capability)
-    methods.has_fp8_products = lambda _device: capability >= 89
-    # What PyTorch has on GPUs only.
-    bmm, mm = torch.bmm, torch.mm
-    torch.bmm = lambda x, weight, out_dtype=None: bmm(x, weight).to(out_dtype or x.dtype)
-    torch.mm = lambda x, weight, out_dtype=None, **options: mm(x, weight, **options).to(out_dtype or x.dtype)
+    backend_selection.select_backend = partial(select_backend, gpu)
+    methods.has_fp8_products = lambda _device: gpu.capability >= 89
+    # Products on a GPU have options that CPUs lack. No kernel is chosen by the values, so these are all zero.
+    torch.bmm = lambda x, weight, out_dtype=None: x.new_zeros(*x.shape[:-1], weight.shape[-1], dtype=out_dtype)
+    torch.mm = lambda x, weight, out_dtype=None, out=None: (
+        x.new_zeros(len(x), weight.shape[1], dtype=out_dtype) if out is None else out.zero_()
+    )
+    torch.nn.functional.linear = lambda x, weight, *_: x.new_zeros(*x.shape[:-1], len(weight))
     torch._scaled_mm = lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[1], dtype=torch.bfloat16)
 
 
 def select_backend(
-    capability: int, _requested: str, _device: torch.device, dtype: torch.dtype, spec: Any, block_size: int, _: bool
+    gpu: AbsentGpu, _requested: str, _device: torch.device, dtype: torch.dtype, spec: Any, block_size: int, _: bool
 ) -> Any:
     from nanoinfer.kernels.hopper_prefill_attention import serves
     from nanoinfer.layers.attention.triton import TritonBackend
 
     is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None
     serves_layer = is_plain and serves(spec.head_dim, spec.group_size, block_size, dtype)
-    return TritonBackend(spec, has_hopper_kernel=capability == 90 and serves_layer)
+    return TritonBackend(spec, has_hopper_kernel=gpu.is_hopper and serves_layer)
 
 
 def run_steps(runner: Any, max_num_seqs: int) -> None:
@@ -139,8 +149,8 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
         del torch.Tensor.is_cuda
 
 
-def main(capability: int, config: dict[str, Any], options: dict[str, Any]) -> None:
-    pretend(capability)
+def run_engine(config: dict[str, Any], options: dict[str, Any]) -> None:
+    """Load an engine and run its steps, after `pretend`. options: of the engine, beside the sizes given here."""
     from nanoinfer import LLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -150,6 +160,12 @@ def main(capability: int, config: dict[str, Any], options: dict[str, Any]) -> No
         options = {**sizes, **options}
         with LLM(folder, load_format="dummy", device="cpu", dtype="bfloat16", **options) as llm:
             run_steps(llm.engine.runner, options["max_num_seqs"])
+
+
+def main(capability: int, config: dict[str, Any], options: dict[str, Any]) -> None:
+    pretend(AbsentGpu(capability))
+    compile_instead_of_launching()
+    run_engine(config, options)
 
 
 if __name__ == "__main__":

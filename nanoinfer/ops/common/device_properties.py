@@ -7,6 +7,8 @@ import torch
 
 from nanoinfer.device import compute_capability, import_error
 
+FIRST_GLUON = 3, 6  # the first Triton whose Gluon has what our kernels use
+
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
@@ -26,8 +28,13 @@ def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether kernels for Hopper GPUs run: the device is one, and this Triton has the Gluon that we write."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    modules = "hopper_prefill_attention", "hopper_experts", "hopper_int4", "hopper_int4_experts"
-    return not any(import_error(f"nanoinfer.kernels.{module}") for module in modules)
+    if import_error("triton"):
+        return False
+    import triton
+
+    # Nothing is imported as a trial: a module of ours that fails to import must not pass for an old Triton.
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= FIRST_GLUON
 
 
 @cache

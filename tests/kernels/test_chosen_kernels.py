@@ -1,0 +1,32 @@
+"""Engines choose the kernels that they chose before, with the same constants and launch options.
+
+No GPU is needed, and nothing is compiled: see `chosen_kernels.py`, which also says how to write the list anew.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+HOW_TO = "if that is intended, run `python -m tests.kernels.chosen_kernels` and commit the list"
+
+
+def test_every_engine_launches_the_kernels_of_the_list(tmp_path: Path) -> None:
+    from tests.kernels.chosen_kernels import LIST, from_text
+
+    found = tmp_path / LIST.name
+    command = [sys.executable, "-m", "tests.kernels.chosen_kernels", str(found)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, now = (from_text(path.read_text(encoding="utf-8")) for path in (LIST, found))
+    assert list(before) == list(now), f"other cases; {HOW_TO}"
+    lines = []
+    for case in now:
+        gone, new = set(before[case]) - set(now[case]), set(now[case]) - set(before[case])
+        lines += [f"{case}: no longer {launch}" for launch in sorted(gone)]
+        lines += [f"{case}: now {launch}" for launch in sorted(new)]
+    assert not lines, "\n".join(["engines launch other kernels, or in another way; " + HOW_TO, *lines])
+    assert found.read_text() == LIST.read_text(), f"the list is not as the command writes it; {HOW_TO}"
