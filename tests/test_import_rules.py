@@ -107,6 +107,7 @@ WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = (
     "kernels.",
     "ops.common.math",
+    "ops.common.hopper",
     "distributed.copy_engines",
     "layers.attention.flash_attn",
     "layers.attention.triton",

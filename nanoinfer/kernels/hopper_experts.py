@@ -24,17 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.hopper_prefill_attention import MAX_REGISTERS, SWIZZLED, load_tile
 from nanoinfer.kernels.moe_routing import TilePlan
 from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, gather, load_tile
 
 ROWS = 128  # pairs of a tile
 PART = 128  # columns of half a tile
 DEPTH = 64  # of the inner dimension, at a time
 STAGES = 4  # buffers
 MULTIPLYING_REGISTERS, LOADING_REGISTERS = 232, 40
-
-_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 
 
 @gluon.jit
@@ -86,8 +84,8 @@ def _fetch(
                 mbarrier.expect(full.index(stage), 2 * weight_desc.block_type.nbytes)
                 load_tile(weight_desc, [line, start], full.index(stage), weight.index(2 * stage))
                 load_tile(weight_desc, [line + distance, start], full.index(stage), weight.index(2 * stage + 1))
-                _gather(x.index(2 * stage), first_ptrs + start, mask=(first_pair < num_pairs)[:, None])
-                _gather(x.index(2 * stage + 1), second_ptrs + start, mask=(second_pair < num_pairs)[:, None])
+                gather(x.index(2 * stage), first_ptrs + start, mask=(first_pair < num_pairs)[:, None])
+                gather(x.index(2 * stage + 1), second_ptrs + start, mask=(second_pair < num_pairs)[:, None])
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                 count += 1
 

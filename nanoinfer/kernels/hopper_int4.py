@@ -30,9 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.kernels import int4_format
-from nanoinfer.kernels.hopper_prefill_attention import load_tile
 from nanoinfer.kernels.int4_format import MANY_COLUMNS, MANY_ROWS
 from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, load_tile
 
 BLOCK = gl.constexpr(128)  # inputs that are packed together
 WORDS = gl.constexpr(16)  # of a block
@@ -58,7 +58,7 @@ TILES = {
     128: Tile(128, 64, 4, 1, 2),
 }
 MANY_STAGES = 3  # of a tile for more rows
-MAX_REGISTERS, MULTIPLYING_REGISTERS, LOADING_REGISTERS = 168, 240, 24  # at the start, and as they are shared out then
+MULTIPLYING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
 X_LAYOUTS = {
     1: gl.NVMMASharedLayout(128, 16, rank=2),
     2: gl.NVMMASharedLayout(128, 16, rank=2),

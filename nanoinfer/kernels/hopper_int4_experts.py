@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.hopper_experts import _gather
 from nanoinfer.kernels.hopper_int4 import (
     BLOCK,
     WORDS,
@@ -31,9 +30,9 @@ from nanoinfer.kernels.hopper_int4 import (
     _numbers,
     _quarters,
 )
-from nanoinfer.kernels.hopper_prefill_attention import SWIZZLED, load_tile
 from nanoinfer.kernels.moe_routing import TilePlan
 from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import SWIZZLED, gather, load_tile
 
 if TYPE_CHECKING:
     from nanoinfer.kernels.moe_experts import ExpertWeights
@@ -112,7 +111,7 @@ def _fill(words_desc, rows, line, distance, step, buffers, full, depth: gl.const
     mask = x_mask
     if depth % BLOCK != 0:
         mask = mask & gl.expand_dims(step * BLOCK + k < depth, 0)
-    _gather(x.index(stage), x_ptrs + step * BLOCK, mask=mask)
+    gather(x.index(stage), x_ptrs + step * BLOCK, mask=mask)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
