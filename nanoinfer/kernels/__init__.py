@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill
     from nanoinfer.kernels import gated_delta_step as gated_delta_step
     from nanoinfer.kernels import gumbel_max as gumbel_max
-    from nanoinfer.kernels import hopper_int4 as hopper_int4
-    from nanoinfer.kernels import int4_product as int4_product
     from nanoinfer.kernels import logit_statistics as logit_statistics
     from nanoinfer.kernels import moe_experts as moe_experts
     from nanoinfer.kernels import moe_routing as moe_routing

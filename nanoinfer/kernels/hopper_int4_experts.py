@@ -1,8 +1,8 @@
 """The experts' products by weights in 4 bits for Hopper GPUs, in Gluon, in tiles of up to 64 pairs.
 
 It computes what the two kernels of `moe_experts.py` do, from the same tiles. Twins: `layers/moe.py`,
-`layers/clamped_experts.py`. As in `hopper_int4.py`, whose parts it shares, the transposed product is computed, so that
-the weight is widened in registers, from where the tensor cores take it.
+`layers/clamped_experts.py`. As in `ops/int4/hopper.py`, whose parts it shares, the transposed product is computed, so
+that the weight is widened in registers, from where the tensor cores take it.
 
 - Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers.
 - A program is small, so that a multiprocessor has several: while one widens, another multiplies.
@@ -21,18 +21,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.hopper_int4 import (
-    BLOCK,
-    WORDS,
+from nanoinfer.kernels.moe_routing import TilePlan
+from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import SWIZZLED, gather, load_tile
+from nanoinfer.ops.int4.hopper import (
     WORDS_LAYOUT,
     _joined,
     _load_groups,
     _numbers,
     _quarters,
 )
-from nanoinfer.kernels.moe_routing import TilePlan
-from nanoinfer.ops.common.device_properties import num_multiprocessors
-from nanoinfer.ops.common.hopper import SWIZZLED, gather, load_tile
+from nanoinfer.ops.int4.triton import BLOCK, WORDS
 
 if TYPE_CHECKING:
     from nanoinfer.kernels.moe_experts import ExpertWeights
@@ -50,7 +49,7 @@ class Cut(NamedTuple):
 
 @gluon.jit
 def _times_power(bits, exponents, index: gl.constexpr, dtype: gl.constexpr):
-    """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word; see `int4_product._power`."""
+    """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word, as `_power` of int4 does."""
     exponent = (exponents >> (8 * index)) & 255
     power = (exponent + 126) << 7 if dtype == gl.bfloat16 else gl.maximum(exponent - 98, 0) << 10
     powers = gl.expand_dims(power.to(gl.int16).to(dtype, bitcast=True), 1)

@@ -7,7 +7,7 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own
   (`hopper_experts.py`).
-- Weights in 4 bits are read as such by tiles of up to 64 rows (`int4_product.py`, and on Hopper
+- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper
   `hopper_int4_experts.py`). For more rows they are widened first on Hopper.
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.int4_product import int4_tile_product, widen
 from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.ops.common.device_properties import (
     has_hopper_kernels,
@@ -31,6 +30,7 @@ from nanoinfer.ops.common.device_properties import (
 )
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.int4.triton import int4_tile_product, widen
 
 
 @triton.jit

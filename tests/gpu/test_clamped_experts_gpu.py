@@ -6,8 +6,8 @@ from torch import Tensor
 
 from nanoinfer.layers.clamped_experts import clamped_expert_mlp
 from nanoinfer.layers.moe import route
+from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
-from nanoinfer.quantization.int4.packing import BLOCK, PackedWeight, dequantize, pack
 
 pytestmark = pytest.mark.gpu
 

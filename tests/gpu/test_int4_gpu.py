@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.kernels.int4_format import MAX_HOPPER_ROWS
 from nanoinfer.layers.moe import expert_mlp
 from nanoinfer.ops.common.device_properties import has_hopper_kernels
-from nanoinfer.quantization.int4.packing import PackedWeight, block_size, dequantize, few_rows_product, pack, widen
+from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, few_rows_product, pack, widen
+from nanoinfer.quantization.int4.int4_linear import MAX_HOPPER_ROWS
 
 pytest.importorskip("triton")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.clamped_experts import clamped_expert_mlp
+from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
-from nanoinfer.quantization.int4.packing import BLOCK, PackedWeight, dequantize, pack
 
 pytest.importorskip("triton")
 

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. How they are packed: `packing.py`."""
+"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. The numbers: `ops/int4/spec.py`."""
 
 from math import gcd
 from typing import Any, cast
@@ -12,34 +12,32 @@ from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
-from nanoinfer.kernels.int4_format import (
+from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.ops.int4.spec import (
+    BLOCK,
     COLUMNS,
+    GROUP_SIZE,
     MANY_COLUMNS,
     MANY_ROWS,
-    MAX_HOPPER_ROWS,
-    MAX_ROWS,
-    MIN_BLOCKS,
-    ROWS,
-)
-from nanoinfer.ops.common.device_properties import has_hopper_kernels, num_multiprocessors
-from nanoinfer.ops.common.fp8_format import Activations
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
-from nanoinfer.quantization.int4.packing import (
-    BLOCK,
-    GROUP_SIZE,
     PACKED,
+    ROWS,
     ZERO,
     PackedWeight,
     block_size,
     dequantize,
     few_rows_product,
+    has_hopper_kernel,
     pack,
     quantize,
     widen,
 )
+from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
 STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely
+MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which a weight is read in 4 bits; for more it is widened first
+MIN_BLOCKS = 8  # that a program sums up where several share a sum
 MAX_EXPERT_ROWS = 64  # of a tile
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 # By format and tensor: what a quantization_config says where there are zero points other than 8, or an order of inputs.
@@ -256,8 +254,7 @@ class Int4LinearMethod(LinearMethod):
         if self.block != BLOCK or self.config.orders_inputs or not x.is_cuda or x.dtype == torch.float32:
             return False
         num_groups = 1 if self.group_size is None else x.shape[1] // self.group_size
-        is_hopper = has_hopper_kernels(x.device) and kernels.hopper_int4.serves(x.shape[1], num_groups)
-        return len(x) <= (MAX_HOPPER_ROWS if is_hopper else MAX_ROWS)
+        return len(x) <= (MAX_HOPPER_ROWS if has_hopper_kernel(x.shape[1], num_groups, x.device) else MAX_ROWS)
 
 
 def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool, multiprocessors: int) -> int:

@@ -11,8 +11,8 @@ from nanoinfer.checkpoint.int4_config import MXFP4_GROUP
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
-from nanoinfer.quantization.int4.packing import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
 
 MAX_EXPONENT = 128  # of a scale, with 127 added; larger ones do not fit into the kernel's bfloat16
