@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import gumbel_max as gumbel_max
     from nanoinfer.kernels import logit_statistics as logit_statistics
     from nanoinfer.kernels import moe_experts as moe_experts
-    from nanoinfer.kernels import moe_routing as moe_routing
     from nanoinfer.kernels import norm_rope_store as norm_rope_store
     from nanoinfer.kernels import read_rows as read_rows
     from nanoinfer.kernels import shared_expert_gate as shared_expert_gate

@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.moe_experts import tile_pairs, tile_rows
-from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE, RowFormat
 from nanoinfer.ops.common.math import e4m3_scale, gated, to_e4m3
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.fp8.triton import scaled_tile_product
+from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
 
 MAX_ROWS = 64  # pairs in a tile; the sums of more do not fit into registers
 

@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.moe_routing import TilePlan
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, gather, load_tile
+from nanoinfer.ops.routing.triton import TilePlan
 
 ROWS = 128  # pairs of a tile
 PART = 128  # columns of half a tile

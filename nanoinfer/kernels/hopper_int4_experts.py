@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.moe_routing import TilePlan
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import SWIZZLED, gather, load_tile
 from nanoinfer.ops.int4.hopper import (
@@ -32,6 +31,7 @@ from nanoinfer.ops.int4.hopper import (
     _quarters,
 )
 from nanoinfer.ops.int4.triton import BLOCK, WORDS
+from nanoinfer.ops.routing.triton import TilePlan
 
 if TYPE_CHECKING:
     from nanoinfer.kernels.moe_experts import ExpertWeights
@@ -116,7 +116,7 @@ def _fill(words_desc, rows, line, distance, step, buffers, full, depth: gl.const
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, row, num_pairs, ROWS: gl.constexpr):
-    """Return the pairs of a tile's rows, see `moe_experts.tile_pairs`."""
+    """Return the pairs of a tile's rows, as `tile_pairs` of `ops/routing` does."""
     if pairs_ptr is None:
         return gl.where(row == 0, tile, num_pairs)
     else:

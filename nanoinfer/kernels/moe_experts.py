@@ -1,6 +1,6 @@
 """The experts' MLPs as two grouped matrix products. Twin: `layers/moe.py`.
 
-The pairs of a token and an expert are sorted into tiles of one expert each (`moe_routing.py`), and each product is one
+The pairs of a token and an expert are sorted into tiles of one expert each (`ops/routing`), and each product is one
 kernel over tiles and columns. Rows are gathered where they are read, and nothing is copied into order.
 
 - Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
@@ -21,16 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.ops.common.device_properties import (
     has_hopper_kernels,
     has_large_shared_memory,
-    next_power_of_2,
     num_multiprocessors,
 )
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.int4.triton import int4_tile_product, widen
+from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
 
 
 @triton.jit
@@ -102,14 +101,6 @@ def _wide_tile_product(
             weight = tl.load(weight_ptrs + start, mask=is_row[None, :] & is_inside[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
-    """Return the pairs of a tile; beyond its last pair, num_pairs."""
-    row = tl.arange(0, ROWS)
-    # Without a list, the tile has one pair, of its own number.
-    return tl.where(row == 0, tile, num_pairs) if pairs_ptr is None else tl.load(pairs_ptr + tile * ROWS + row)
 
 
 @triton.jit
@@ -467,13 +458,6 @@ def _expert_mlp(
         **options,
     )
     return out
-
-
-def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Return how many pairs a tile has: half more than an expert gets on average, so most experts have one tile."""
-    if dtype == torch.float32:
-        return 16
-    return min(128, max(16, next_power_of_2(3 * num_pairs // (2 * num_experts))))
 
 
 def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:

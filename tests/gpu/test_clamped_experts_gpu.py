@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.clamped_experts import clamped_expert_mlp
-from nanoinfer.layers.moe import route
 from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
+from nanoinfer.ops.routing.spec import route
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
 
 pytestmark = pytest.mark.gpu

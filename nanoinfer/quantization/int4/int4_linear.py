@@ -235,7 +235,9 @@ class Int4LinearMethod(LinearMethod):
         has_kernel = x.is_cuda and x.dtype != torch.float32 and not import_error("triton")
         if not has_kernel or any(method.block != BLOCK or packed.groups is not None for method, packed in parts):
             return None
-        if kernels.moe_experts.tile_rows(expert_ids.numel(), len(gate_up.weight), x.dtype) > MAX_EXPERT_ROWS:
+        from nanoinfer.ops.routing.triton import tile_rows
+
+        if tile_rows(expert_ids.numel(), len(gate_up.weight), x.dtype) > MAX_EXPERT_ROWS:
             return None  # widening the weights costs less than reading them for each tile
         first, second = (kernels.moe_experts.ExpertWeights(*packed[:3]) for _, packed in parts)
         return kernels.moe_experts.int4_expert_mlp(x, first, second, expert_ids, weights)
