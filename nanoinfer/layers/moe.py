@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer import kernels
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
 from nanoinfer.layers.shared_expert import SharedExpert, SharedExpertGate
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.experts.spec import expert_mlp
 from nanoinfer.ops.routing.spec import route
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, WEIGHT, LinearMethod, ParamSpec
 
@@ -35,23 +34,6 @@ class Routing(NamedTuple):
 
     expert_ids: Tensor  # int32; a token without experts has the id num_experts
     weights: Tensor  # float32: what each expert's result is multiplied by
-
-
-@triton_on_cuda(lambda: kernels.moe_experts.expert_mlp)
-def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
-
-    hidden: (num_tokens, hidden_size). expert_ids, weights: see Routing; a token without experts gets zeros.
-    gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).
-    """
-    num_tokens, num_experts_per_tok = expert_ids.shape
-    terms = hidden.new_zeros(num_experts_per_tok, num_tokens, hidden.shape[1])
-    for expert in expert_ids[expert_ids < len(gate_up)].unique().tolist():
-        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(hidden[token], gate_up[expert]).chunk(2, dim=1)
-        result = F.linear(F.silu(gate) * up, down[expert])
-        terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(terms.dtype)
-    return terms
 
 
 class Router(nn.Module):

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import moe
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.int4 import spec
 from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack
 from nanoinfer.quantization.int4.int4_linear import num_splits
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import moe_experts as expert_kernels
+from nanoinfer.ops.experts import triton as expert_kernels
 from nanoinfer.ops.int4 import triton as kernels
 from tests.kernels.helpers import loops_are_interpreted
 
@@ -107,11 +107,9 @@ def test_experts_in_4_bits_equal_their_twin(num_tokens: int, group_size: int | N
     if num_tokens > 1:
         ids[1] = num_experts  # a row without a token
     weights = torch.rand(num_tokens, 2, generator=generator)
-    actual = expert_kernels.int4_expert_mlp(
-        x, *(expert_kernels.ExpertWeights(*each[:3]) for each in both), ids, weights
-    )
+    actual = expert_kernels.int4_expert_mlp(x, *(ExpertWeights(*each[:3]) for each in both), ids, weights)
     wide = (dequantize(each).half() for each in both)
-    torch.testing.assert_close(actual, moe.expert_mlp(x, *wide, ids, weights), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(actual, expert_mlp(x, *wide, ids, weights), rtol=1e-2, atol=1e-2)
 
 
 @loops_are_interpreted

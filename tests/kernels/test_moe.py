@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import moe, shared_expert
+from nanoinfer.layers import shared_expert
+from nanoinfer.ops.experts.spec import expert_mlp
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import moe_experts as expert_kernels  # noqa: E402
 from nanoinfer.kernels import shared_expert_gate as gate_kernels  # noqa: E402
+from nanoinfer.ops.experts import triton as expert_kernels  # noqa: E402
 from nanoinfer.ops.routing import triton as routing_kernels  # noqa: E402
 from nanoinfer.ops.routing.triton import max_tiles, plan_tiles, tile_rows  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
@@ -32,7 +33,6 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 @pytest.mark.parametrize(
     ("twin", "kernels"),
     [
-        (moe.expert_mlp, expert_kernels),
         (shared_expert.gated_sum, gate_kernels),
     ],
 )
@@ -186,7 +186,7 @@ def weights_of(num_experts: int, hidden_size: int, inner_size: int, dtype: torch
 
 def assert_equal_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, pair_weights: Tensor) -> Tensor:
     actual = expert_kernels.expert_mlp(x, gate_up, down, ids, pair_weights)
-    expected = moe.expert_mlp(x, gate_up, down, ids, pair_weights)
+    expected = expert_mlp(x, gate_up, down, ids, pair_weights)
     assert actual.dtype == x.dtype
     tolerance = 8 * torch.finfo(x.dtype).eps
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

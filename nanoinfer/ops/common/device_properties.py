@@ -26,9 +26,8 @@ def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether kernels for Hopper GPUs run: the device is one, and this Triton has the Gluon that we write."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    kernels = "hopper_prefill_attention", "hopper_experts", "hopper_int4_experts"
-    modules = [f"nanoinfer.kernels.{kernel}" for kernel in kernels] + ["nanoinfer.ops.int4.hopper"]
-    return not any(import_error(module) for module in modules)
+    modules = "kernels.hopper_prefill_attention", "ops.experts.hopper", "ops.experts.hopper_int4", "ops.int4.hopper"
+    return not any(import_error(f"nanoinfer.{module}") for module in modules)
 
 
 @cache

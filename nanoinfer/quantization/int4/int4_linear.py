@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.spec import (
     BLOCK,
     COLUMNS,
@@ -235,12 +235,13 @@ class Int4LinearMethod(LinearMethod):
         has_kernel = x.is_cuda and x.dtype != torch.float32 and not import_error("triton")
         if not has_kernel or any(method.block != BLOCK or packed.groups is not None for method, packed in parts):
             return None
+        from nanoinfer.ops.experts.triton import int4_expert_mlp
         from nanoinfer.ops.routing.triton import tile_rows
 
         if tile_rows(expert_ids.numel(), len(gate_up.weight), x.dtype) > MAX_EXPERT_ROWS:
             return None  # widening the weights costs less than reading them for each tile
-        first, second = (kernels.moe_experts.ExpertWeights(*packed[:3]) for _, packed in parts)
-        return kernels.moe_experts.int4_expert_mlp(x, first, second, expert_ids, weights)
+        first, second = (ExpertWeights(*packed[:3]) for _, packed in parts)
+        return int4_expert_mlp(x, first, second, expert_ids, weights)
 
     def _few_rows_product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""

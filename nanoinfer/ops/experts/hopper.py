@@ -1,12 +1,12 @@
-"""One grouped product of the experts' MLPs for Hopper GPUs, in Gluon: long steps, 16 bits. Twin: `layers/moe.py`.
+"""One grouped product of the experts' MLPs for Hopper GPUs, in Gluon: long steps, 16 bits.
 
-It computes what the two kernels of `moe_experts.py` do, from the same tiles of 128 pairs. The warps of a program have
+It computes what the two kernels of `triton.py` do, from the same tiles of 128 pairs. The warps of a program have
 parts of their own: four fetch rows (gathered, with one copy for each 16 bytes) and weights (in bulk, TMA) into a ring
 of buffers, and two groups of four multiply, each half of the tile's rows. As many programs run as there are
 multiprocessors. Neighbouring items are columns of a tile, and tiles of an expert, so what they read is in the L2 cache.
 Columns beyond the last are computed, of whatever lies there, and not written.
 
-Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
 from typing import Any
@@ -160,7 +160,7 @@ def _multiply(
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)  # as `gated` rounds them
                 if clamps is None:
                     out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
-                else:  # as `_clamped` of `moe_experts.py`
+                else:  # as `_clamped` of `triton.py`
                     limit, alpha = clamps
                     gate = gl.where(gate > limit, limit, gate)
                     up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
