@@ -22,8 +22,8 @@ from torch import Tensor
 from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight
+from nanoinfer.ops.int4 import spec as int4
 from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.int4 import packing as int4
 from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, draw_options, save_random_model
 
 

@@ -246,7 +246,7 @@ def products() -> None:
 
 def experts() -> None:
     """Print microseconds of the MLPs of a layer's experts, which tokens choose at random, and the floor."""
-    from nanoinfer.kernels.moe_experts import expert_mlp
+    from nanoinfer.ops.experts.triton import expert_mlp
 
     print_row("experts, us / floor; tokens", *MOE_TOKENS)
     for name, (hidden, inner, num_experts, num_choices) in MOE_MODELS.items():

@@ -16,7 +16,7 @@ class MoEConfig:
     experts, by layer; the others have a dense MLP. shared_size: the inner size of the expert that computes all tokens;
     None: there is none. num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
     scaling_factor: what the weights of a token's experts are multiplied by. swiglu_limit, swiglu_alpha: where gate and
-    up are clamped, and the slope of the gate's sigmoid, see `layers/clamped_experts.py`; None: plain SwiGLU.
+    up are clamped, and the slope of the gate's sigmoid, see `clamped_swiglu` of ops/experts; None: plain SwiGLU.
     """
 
     num_experts: int

@@ -13,16 +13,11 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import copy_tokens as copy_tokens
     from nanoinfer.kernels import few_rows_product as few_rows_product
     from nanoinfer.kernels import filter_threshold as filter_threshold
-    from nanoinfer.kernels import fp8_experts as fp8_experts
     from nanoinfer.kernels import gated_activation as gated_activation
     from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill
     from nanoinfer.kernels import gated_delta_step as gated_delta_step
     from nanoinfer.kernels import gumbel_max as gumbel_max
-    from nanoinfer.kernels import hopper_int4 as hopper_int4
-    from nanoinfer.kernels import int4_product as int4_product
     from nanoinfer.kernels import logit_statistics as logit_statistics
-    from nanoinfer.kernels import moe_experts as moe_experts
-    from nanoinfer.kernels import moe_routing as moe_routing
     from nanoinfer.kernels import norm_rope_store as norm_rope_store
     from nanoinfer.kernels import read_rows as read_rows
     from nanoinfer.kernels import shared_expert_gate as shared_expert_gate

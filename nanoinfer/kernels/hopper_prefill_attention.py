@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -31,17 +30,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.kernels.paged_prefill_attention import TILE_ROWS
 from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile, thread_barrier
 
 KEYS = 128  # of a tile
 STAGES = 2  # tiles of keys and of values that shared memory holds
-MAX_REGISTERS = 168  # of a thread at the start: 3 groups of 128 threads share 64k
-ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as they are shared out then
+ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
 
-# What Triton 3.6 calls otherwise than 3.9.
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=2)
 SWIZZLED_HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
 
 
@@ -86,7 +80,7 @@ def _fetch(
         mbarrier.wait(q_empty, q_phase)
         q_phase ^= 1
         current.store(gl.full([1], item, gl.int32, one))
-        _barrier()
+        thread_barrier()
         mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
         for half in gl.static_range(2):
             place = q.index(half).reshape(q_desc.block_type.shape)
@@ -108,7 +102,7 @@ def _fetch(
         item = gl.num_programs(0) + gl.atomic_add(counters_ptr, 1)
     mbarrier.wait(q_empty, q_phase)
     current.store(gl.full([1], num_items, gl.int32, one))
-    _barrier()
+    thread_barrier()
     mbarrier.arrive(q_full, count=1)
     # The last program leaves the counters as it found them.
     if gl.atomic_add(counters_ptr + 1, 1) == gl.num_programs(0) - 1:
@@ -141,7 +135,7 @@ def _clear_values(values, half: gl.constexpr, num_valid, v_clean, clean_phase, K
     read = part.load(layout)
     part.store(gl.where((key < num_valid)[:, None], read, gl.zeros_like(read)))
     fence_async_shared()
-    _barrier()
+    thread_barrier()
     mbarrier.arrive(v_clean, count=1)
     mbarrier.wait(v_clean, clean_phase)
 

@@ -3,50 +3,16 @@
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import wide_rows
 from nanoinfer.layers.moe import Experts, PackedExperts, Router
 from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.ops.experts.spec import clamped_expert_mlp
 from nanoinfer.quantization.linear_method import PER_OUTPUT, stored
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
-    """Return gate' sigmoid(alpha gate') (up' + 1), where gate' is at most `limit`, and up' between -limit and limit."""
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
-
-
-@triton_on_cuda(lambda: kernels.moe_experts.clamped_expert_mlp)
-def clamped_expert_mlp(
-    hidden: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    clamps: tuple[float, float],
-) -> Tensor:
-    """Return what each expert of a token adds to it, as `expert_mlp` does.
-
-    gate_up_bias: (num_experts, 2 * inner_size). down_bias: (num_experts, hidden_size). clamps: limit and
-    alpha of `clamped_swiglu`.
-    """
-    num_tokens, num_experts_per_tok = expert_ids.shape
-    terms = hidden.new_zeros(num_experts_per_tok, num_tokens, hidden.shape[1])
-    for expert in expert_ids[expert_ids < len(gate_up)].unique().tolist():
-        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(hidden[token], gate_up[expert], gate_up_bias[expert]).chunk(2, dim=1)
-        result = F.linear(clamped_swiglu(gate, up, *clamps), down[expert], down_bias[expert])
-        terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(terms.dtype)
-    return terms
 
 
 class BiasedExperts(PackedExperts):

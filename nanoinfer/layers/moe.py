@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer import kernels
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
 from nanoinfer.layers.shared_expert import SharedExpert, SharedExpertGate
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.experts.spec import expert_mlp
+from nanoinfer.ops.routing.spec import route
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, WEIGHT, LinearMethod, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
@@ -34,53 +34,6 @@ class Routing(NamedTuple):
 
     expert_ids: Tensor  # int32; a token without experts has the id num_experts
     weights: Tensor  # float32: what each expert's result is multiplied by
-
-
-@triton_on_cuda(lambda: kernels.moe_routing.route)
-def route(
-    terms: Tensor,
-    num_experts_per_tok: int,
-    norm_topk_prob: bool,
-    row_mask: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Choose the likeliest experts of each token, in order; of equally likely ones, those of the lowest ids.
-
-    Returns their ids and weights, as `Routing` has them.
-
-    terms: (num_terms, num_tokens, num_experts), whose sum in float32 are the logits.
-    norm_topk_prob: whether the weights of a token are made to sum to 1.
-    row_mask: (num_tokens,) bool, False for rows without a token (padding), which get no experts.
-    bias: (num_experts,), added to the logits.
-    A token whose logits have a NaN gets experts that exist, and NaN as their weights.
-    """
-    logits = terms.sum(0, dtype=torch.float32)
-    probs = torch.softmax(logits if bias is None else logits + bias.float(), dim=-1)
-    weights, expert_ids = torch.sort(probs, dim=-1, descending=True, stable=True)
-    weights, expert_ids = weights[:, :num_experts_per_tok], expert_ids[:, :num_experts_per_tok].int()
-    if norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    if row_mask is not None:
-        no_token = ~row_mask.unsqueeze(1)
-        expert_ids, weights = expert_ids.masked_fill(no_token, terms.shape[2]), weights.masked_fill(no_token, 0.0)
-    return expert_ids, weights
-
-
-@triton_on_cuda(lambda: kernels.moe_experts.expert_mlp)
-def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
-
-    hidden: (num_tokens, hidden_size). expert_ids, weights: see Routing; a token without experts gets zeros.
-    gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).
-    """
-    num_tokens, num_experts_per_tok = expert_ids.shape
-    terms = hidden.new_zeros(num_experts_per_tok, num_tokens, hidden.shape[1])
-    for expert in expert_ids[expert_ids < len(gate_up)].unique().tolist():
-        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(hidden[token], gate_up[expert]).chunk(2, dim=1)
-        result = F.linear(F.silu(gate) * up, down[expert])
-        terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(terms.dtype)
-    return terms
 
 
 class Router(nn.Module):

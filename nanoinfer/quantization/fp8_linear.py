@@ -9,8 +9,8 @@ from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config
 from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
+from nanoinfer.ops.experts.spec import fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, fp8_product, quantize_rows, quantize_weight
-from nanoinfer.quantization.fp8_experts import fp8_expert_mlp
 from nanoinfer.quantization.linear_method import (
     MAX_SPLIT_K_TOKENS,
     PER_OUTPUT,

@@ -129,7 +129,7 @@ class LinearMethod:
         return torch.bmm(parts, weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0))
 
     def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Return what `expert_mlp` of layers/moe.py does; None: it is to have weights in the dtype of the model.
+        """Return what `expert_mlp` of ops/experts does; None: it is to have weights in the dtype of the model.
 
         gate_up, down: the layers of all experts' weights.
         """

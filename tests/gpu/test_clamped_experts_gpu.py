@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.clamped_experts import clamped_expert_mlp
-from nanoinfer.layers.moe import route
+from nanoinfer.ops.experts.spec import clamped_expert_mlp
+from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
+from nanoinfer.ops.routing.spec import route
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
-from nanoinfer.quantization.int4.packing import BLOCK, PackedWeight, dequantize, pack
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("in_mxfp4", [False, True])
 def test_experts_equal_their_twin_in_float32(sizes: tuple[int, ...], num_tokens: int, in_mxfp4: bool) -> None:
-    from nanoinfer.kernels.moe_experts import ExpertWeights, mxfp4_expert_mlp
+    from nanoinfer.ops.experts.spec import ExpertWeights
+    from nanoinfer.ops.experts.triton import mxfp4_expert_mlp
 
     torch.manual_seed(num_tokens)
     hidden_size, inner_size, num_experts, num_choices = sizes

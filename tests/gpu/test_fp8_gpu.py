@@ -19,9 +19,9 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowP
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
+from nanoinfer.ops.experts.spec import fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
-from nanoinfer.quantization.fp8_experts import fp8_expert_mlp
 from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import (
     assert_experts_are_as_good_as_their_twin,

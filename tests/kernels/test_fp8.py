@@ -1,23 +1,20 @@
 """The FP8 kernels in Triton's interpreter, on the CPU, against their twins. On a GPU: tests/gpu/test_fp8_gpu.py."""
 
-import inspect
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
 
 from nanoinfer.layers import activation
 from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
+from nanoinfer.ops.experts import spec as expert_spec
 from nanoinfer.ops.fp8 import spec as fp8
 from nanoinfer.ops.fp8.spec import dequantize_rows, quantize_weight
 from nanoinfer.ops.norms import spec as norms
-from nanoinfer.quantization import fp8_experts as fp8_expert_spec
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import fp8_experts, gated_activation  # noqa: E402
+from nanoinfer.kernels import gated_activation  # noqa: E402
+from nanoinfer.ops.experts import triton as expert_kernels  # noqa: E402
 from nanoinfer.ops.fp8 import triton as fp8_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp  # noqa: E402
@@ -41,20 +38,6 @@ FORMATS = {
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.parametrize(
-    ("twin", "kernels"),
-    [
-        (fp8_expert_spec.fp8_expert_mlp, fp8_experts),
-    ],
-)
-def test_on_cuda_the_kernel_of_a_twins_name_runs_with_its_parameters(
-    twin: Callable[..., object], kernels: ModuleType
-) -> None:
-    kernel = getattr(kernels, twin.__name__)
-    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
-    assert inspect.signature(kernel) == inspect.signature(twin)
 
 
 # --- rows ---
@@ -243,7 +226,7 @@ def test_experts_equal_their_twin(
     gate_up = quantize_weight(randn(num_experts, 2 * inner_size, hidden_size, seed=1) / hidden_size**0.5, block_size)
     down = quantize_weight(randn(num_experts, hidden_size, inner_size, seed=2) / inner_size**0.5, block_size)
     arguments = (rows.values, rows.scales, *gate_up, *down, FORMATS[name], ids, weights, torch.float32)
-    actual, expected = fp8_experts.fp8_expert_mlp(*arguments), fp8_expert_spec.fp8_expert_mlp(*arguments)
+    actual, expected = expert_kernels.fp8_expert_mlp(*arguments), expert_spec.fp8_expert_mlp(*arguments)
     # Where gate and up differ in their last bits, SwiGLU may be rounded to a neighbour in e4m3.
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
     assert (actual - expected).abs().mean() < 1e-4
@@ -255,7 +238,7 @@ def test_no_tokens_give_no_rows_of_experts() -> None:
     gate_up, down = quantize_weight(randn(4, 48, 32)), quantize_weight(randn(4, 32, 24))
     rows = fp8.quantize_rows(randn(0, 32), RowFormat())
     ids, weights = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2)
-    out = fp8_experts.fp8_expert_mlp(
+    out = expert_kernels.fp8_expert_mlp(
         rows.values, rows.scales, *gate_up, *down, FORMATS["group"], ids, weights, torch.float32
     )
     assert out.shape == (2, 0, 32)

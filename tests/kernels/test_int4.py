@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import moe
-from nanoinfer.quantization.int4 import packing as twins
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
+from nanoinfer.ops.int4 import spec
+from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack
 from nanoinfer.quantization.int4.int4_linear import num_splits
-from nanoinfer.quantization.int4.packing import PackedWeight, block_size, dequantize, pack
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import int4_product as kernels
-from nanoinfer.kernels import moe_experts as expert_kernels
+from nanoinfer.ops.experts import triton as expert_kernels
+from nanoinfer.ops.int4 import triton as kernels
 from tests.kernels.helpers import loops_are_interpreted
 
 pytestmark = [
@@ -46,7 +46,7 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
     assert sums.shape == (num_parts, num_rows, num_outputs)
     expected = x.float() @ dequantize(weight).T
     torch.testing.assert_close(sums.float().sum(0), expected, rtol=2e-3, atol=1e-2)
-    parts = twins.few_rows_product.__wrapped__(x, *weight[:3], num_parts)  # type: ignore[attr-defined]
+    parts = spec.few_rows_product.__wrapped__(x, *weight[:3], num_parts)  # type: ignore[attr-defined]
     torch.testing.assert_close(sums, parts, rtol=1e-2, atol=3e-2)
 
 
@@ -68,7 +68,7 @@ def test_a_widened_weight_is_that_of_the_twin(
 ) -> None:
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
     wide: Tensor = kernels.widen(*weight[:3], torch.float16)
-    assert torch.equal(wide, twins.widen.__wrapped__(*weight[:3], torch.float16))  # type: ignore[attr-defined]
+    assert torch.equal(wide, spec.widen.__wrapped__(*weight[:3], torch.float16))  # type: ignore[attr-defined]
     assert torch.equal(wide, dequantize(weight).half())
 
 
@@ -107,11 +107,9 @@ def test_experts_in_4_bits_equal_their_twin(num_tokens: int, group_size: int | N
     if num_tokens > 1:
         ids[1] = num_experts  # a row without a token
     weights = torch.rand(num_tokens, 2, generator=generator)
-    actual = expert_kernels.int4_expert_mlp(
-        x, *(expert_kernels.ExpertWeights(*each[:3]) for each in both), ids, weights
-    )
+    actual = expert_kernels.int4_expert_mlp(x, *(ExpertWeights(*each[:3]) for each in both), ids, weights)
     wide = (dequantize(each).half() for each in both)
-    torch.testing.assert_close(actual, moe.expert_mlp(x, *wide, ids, weights), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(actual, expert_mlp(x, *wide, ids, weights), rtol=1e-2, atol=1e-2)
 
 
 @loops_are_interpreted

@@ -1,11 +1,13 @@
-"""The PTX that widens numbers of 4 bits computes what `_number` of `int4_product.py` does."""
+"""The PTX that widens numbers of 4 bits computes what `_number` of `ops/int4/triton.py` does."""
 
 import random
 import re
 
 import pytest
 
-from nanoinfer.kernels.int4_format import E2M1_BF16, E2M1_F16, NUMBERS_BF16, NUMBERS_F16
+pytest.importorskip("triton")
+
+from nanoinfer.ops.int4.triton import E2M1_BF16, E2M1_F16, NUMBERS_BF16, NUMBERS_F16
 
 CODES = {(False, True): NUMBERS_BF16, (False, False): NUMBERS_F16, (True, True): E2M1_BF16, (True, False): E2M1_F16}
 
@@ -52,6 +54,6 @@ def test_ptx_widens_the_numbers_of_two_words(is_e2m1: bool, is_bfloat16: bool) -
     draw = random.Random(0).getrandbits
     for _ in range(200):
         words = draw(32), draw(32)
-        for place, pair in enumerate(run(CODES[is_e2m1, is_bfloat16], *words)):
+        for place, pair in enumerate(run(CODES[is_e2m1, is_bfloat16].value, *words)):
             low, high = (bits_of(word >> 4 * place & 15, is_e2m1, is_bfloat16) for word in words)
             assert pair == low | high << 16

@@ -1,4 +1,4 @@
-"""The mixture-of-experts kernels in Triton's interpreter, on the CPU, against their twins. On a GPU: tests/gpu."""
+"""The mixture-of-experts kernels in Triton's interpreter, against their specifications. On a GPU: tests/gpu."""
 
 import inspect
 from collections.abc import Callable
@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import moe, shared_expert, sigmoid_router
+from nanoinfer.layers import shared_expert
+from nanoinfer.ops.experts.spec import expert_mlp
+from nanoinfer.ops.routing.spec import route, route_by_sigmoid
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import moe_experts as expert_kernels  # noqa: E402
-from nanoinfer.kernels import moe_routing as routing_kernels  # noqa: E402
 from nanoinfer.kernels import shared_expert_gate as gate_kernels  # noqa: E402
-from nanoinfer.kernels.moe_routing import max_tiles, plan_tiles  # noqa: E402
+from nanoinfer.ops.experts import triton as expert_kernels  # noqa: E402
+from nanoinfer.ops.routing import triton as routing_kernels  # noqa: E402
+from nanoinfer.ops.routing.triton import max_tiles, plan_tiles, tile_rows  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here")
@@ -31,9 +33,6 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 @pytest.mark.parametrize(
     ("twin", "kernels"),
     [
-        (moe.route, routing_kernels),
-        (moe.expert_mlp, expert_kernels),
-        (sigmoid_router.route_by_sigmoid, routing_kernels),
         (shared_expert.gated_sum, gate_kernels),
     ],
 )
@@ -52,7 +51,7 @@ def assert_equal_routing(
     logits: Tensor, num_choices: int, norm: bool, mask: Tensor | None = None, bias: Tensor | None = None
 ) -> None:
     ids, weights = routing_kernels.route(logits[None], num_choices, norm, mask, bias)
-    expected_ids, expected = moe.route(logits[None], num_choices, norm, mask, bias)
+    expected_ids, expected = route(logits[None], num_choices, norm, mask, bias)
     assert ids.dtype == torch.int32
     assert torch.equal(ids, expected_ids)
     assert weights.dtype == torch.float32
@@ -63,7 +62,7 @@ def assert_equal_routing(
     ("num_experts", "num_choices", "norm"),
     [(8, 2, True), (128, 8, True), (60, 4, False), (5, 1, False), (1, 1, True), (6, 6, False)],
 )
-def test_route_equals_its_twin(num_experts: int, num_choices: int, norm: bool) -> None:
+def test_route_equals_its_specification(num_experts: int, num_choices: int, norm: bool) -> None:
     logits = 3 * randn(6, num_experts)
     assert_equal_routing(logits, num_choices, norm)
     assert_equal_routing(logits.half(), num_choices, norm, torch.tensor([True, False, True, True, True, False]))
@@ -77,13 +76,15 @@ def test_route_equals_its_twin(num_experts: int, num_choices: int, norm: bool) -
     ("num_experts", "num_choices", "norm"),
     [(8, 2, True), (128, 8, True), (60, 4, False), (5, 1, False), (1, 1, True), (6, 6, True)],
 )
-def test_route_by_sigmoid_equals_its_twin(num_experts: int, num_choices: int, norm: bool, scale: float) -> None:
+def test_route_by_sigmoid_equals_its_specification(
+    num_experts: int, num_choices: int, norm: bool, scale: float
+) -> None:
     terms, bias = 2 * randn(3, 7, num_experts), randn(num_experts, seed=1)
     terms[:, 1], terms[0, 2, 0], terms[:, 3] = -90, NAN, -60  # scores of 0, one that is none, and all alike
     for mask in (None, torch.arange(7) != 4):
         arguments = terms, bias, num_choices, norm, scale, mask
         ids, weights = routing_kernels.route_by_sigmoid(*arguments)
-        expected_ids, expected = sigmoid_router.route_by_sigmoid(*arguments)
+        expected_ids, expected = route_by_sigmoid(*arguments)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
 
@@ -91,7 +92,7 @@ def test_route_by_sigmoid_equals_its_twin(num_experts: int, num_choices: int, no
 def test_route_adds_up_the_terms_of_the_logits() -> None:
     terms = randn(16, 6, 40)
     ids, weights = routing_kernels.route(terms, 4, True)
-    expected_ids, expected = moe.route(terms.sum(0, keepdim=True), 4, True)
+    expected_ids, expected = route(terms.sum(0, keepdim=True), 4, True)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
@@ -185,7 +186,7 @@ def weights_of(num_experts: int, hidden_size: int, inner_size: int, dtype: torch
 
 def assert_equal_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, pair_weights: Tensor) -> Tensor:
     actual = expert_kernels.expert_mlp(x, gate_up, down, ids, pair_weights)
-    expected = moe.expert_mlp(x, gate_up, down, ids, pair_weights)
+    expected = expert_mlp(x, gate_up, down, ids, pair_weights)
     assert actual.dtype == x.dtype
     tolerance = 8 * torch.finfo(x.dtype).eps
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -205,7 +206,7 @@ CASES = [  # tokens, experts, choices, hidden size, inner size: the tiles have 1
 @loops_are_interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_choices", "hidden_size", "inner_size"), CASES)
-def test_expert_mlp_equals_its_twin(
+def test_expert_mlp_equals_its_specification(
     num_tokens: int, num_experts: int, num_choices: int, hidden_size: int, inner_size: int, dtype: torch.dtype
 ) -> None:
     x = randn(num_tokens, hidden_size + 8, dtype=dtype)[:, :hidden_size]  # rows out of wider ones
@@ -215,9 +216,9 @@ def test_expert_mlp_equals_its_twin(
 
 
 def test_the_cases_reach_all_sizes_of_tiles() -> None:
-    rows = {expert_kernels.tile_rows(case[0] * case[2], case[1], torch.float16) for case in CASES}
+    rows = {tile_rows(case[0] * case[2], case[1], torch.float16) for case in CASES}
     assert rows >= {16, 64, 128}
-    assert expert_kernels.tile_rows(256 * 8, 128, torch.float16) == 32
+    assert tile_rows(256 * 8, 128, torch.float16) == 32
 
 
 @loops_are_interpreted
@@ -268,7 +269,9 @@ def test_few_tiles_are_cut_into_more_columns() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("num_terms", "size"), [(1, 64), (4, 200), (2, 1025)])
-def test_the_gated_sum_of_a_shared_expert_equals_its_twin(num_terms: int, size: int, dtype: torch.dtype) -> None:
+def test_the_gated_sum_of_a_shared_expert_equals_its_specification(
+    num_terms: int, size: int, dtype: torch.dtype
+) -> None:
     terms, hidden = randn(num_terms, 5, size, dtype=dtype), randn(5, size + 8, seed=1, dtype=dtype)[:, :size]
     gate = randn(1, size, seed=2, dtype=dtype) / size**0.5
     out = gate_kernels.gated_sum(terms, hidden, gate)

@@ -17,7 +17,9 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers import moe
 from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.moe import Routing, SparseMoE, expert_mlp, route
+from nanoinfer.layers.moe import Routing, SparseMoE
+from nanoinfer.ops.experts.spec import expert_mlp
+from nanoinfer.ops.routing.spec import route
 
 HIDDEN, INNER, EXPERTS, CHOICES = 32, 24, 10, 4
 RANKS = [TensorParallel(rank, size=2) for rank in range(2)]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.quantization_config import read_quantization
+from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, ZEROS, readers
-from nanoinfer.quantization.int4.packing import PackedWeight, dequantize, pack
 
 pytest.importorskip("compressed_tensors")
 

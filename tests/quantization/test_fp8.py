@@ -18,6 +18,7 @@ from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParalle
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
+from nanoinfer.ops.experts.spec import fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import (
     dequantize_rows,
     dequantize_weight,
@@ -27,7 +28,6 @@ from nanoinfer.ops.fp8.spec import (
     quantize_weight,
 )
 from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.fp8_experts import fp8_expert_mlp
 from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
 from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp

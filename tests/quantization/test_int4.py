@@ -16,10 +16,10 @@ from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.quantization_config import read_quantization
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import MergedColumnParallelLinear
-from nanoinfer.quantization.int4 import packing as int4
+from nanoinfer.ops.int4 import spec as int4
+from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack, quantize, unpack
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, read_mxfp4, readers
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
-from nanoinfer.quantization.int4.packing import PackedWeight, dequantize, pack, quantize, unpack
 from tests.quantization.test_checkpoints import plain_folder, write_plain
 
 __all__ = ["plain_folder"]  # a fixture

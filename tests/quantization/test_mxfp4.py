@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, ModelError
+from nanoinfer.ops.int4.spec import dequantize
 from nanoinfer.quantization.int4.formats import read_mxfp4
-from nanoinfer.quantization.int4.packing import dequantize
 from tests.models.test_architectures import draw_prompts, generate
 
 SIZES = {

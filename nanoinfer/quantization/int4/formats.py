@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ModelError
-from nanoinfer.quantization.int4.packing import PACKED, ZERO, PackedWeight, block_size, pack, powers_of_2, unpack
+from nanoinfer.ops.int4.spec import PACKED, ZERO, PackedWeight, block_size, pack, powers_of_2, unpack
 
 Format = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Reader = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. How they are packed: `packing.py`."""
+"""Linear layers with weights in 4 bits: how they are made, loaded and multiplied. The numbers: `ops/int4/spec.py`."""
 
 from math import gcd
 from typing import Any, cast
@@ -7,39 +7,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
-from nanoinfer.kernels.int4_format import (
+from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.ops.experts.spec import ExpertWeights
+from nanoinfer.ops.int4.spec import (
+    BLOCK,
     COLUMNS,
+    GROUP_SIZE,
     MANY_COLUMNS,
     MANY_ROWS,
-    MAX_HOPPER_ROWS,
-    MAX_ROWS,
-    MIN_BLOCKS,
-    ROWS,
-)
-from nanoinfer.ops.common.device_properties import has_hopper_kernels, num_multiprocessors
-from nanoinfer.ops.common.fp8_format import Activations
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
-from nanoinfer.quantization.int4.packing import (
-    BLOCK,
-    GROUP_SIZE,
     PACKED,
+    ROWS,
     ZERO,
     PackedWeight,
     block_size,
     dequantize,
     few_rows_product,
+    has_hopper_kernel,
     pack,
     quantize,
     widen,
 )
+from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
 STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely
+MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which a weight is read in 4 bits; for more it is widened first
+MIN_BLOCKS = 8  # that a program sums up where several share a sum
 MAX_EXPERT_ROWS = 64  # of a tile
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 # By format and tensor: what a quantization_config says where there are zero points other than 8, or an order of inputs.
@@ -237,10 +235,13 @@ class Int4LinearMethod(LinearMethod):
         has_kernel = x.is_cuda and x.dtype != torch.float32 and not import_error("triton")
         if not has_kernel or any(method.block != BLOCK or packed.groups is not None for method, packed in parts):
             return None
-        if kernels.moe_experts.tile_rows(expert_ids.numel(), len(gate_up.weight), x.dtype) > MAX_EXPERT_ROWS:
+        from nanoinfer.ops.experts.triton import int4_expert_mlp
+        from nanoinfer.ops.routing.triton import tile_rows
+
+        if tile_rows(expert_ids.numel(), len(gate_up.weight), x.dtype) > MAX_EXPERT_ROWS:
             return None  # widening the weights costs less than reading them for each tile
-        first, second = (kernels.moe_experts.ExpertWeights(*packed[:3]) for _, packed in parts)
-        return kernels.moe_experts.int4_expert_mlp(x, first, second, expert_ids, weights)
+        first, second = (ExpertWeights(*packed[:3]) for _, packed in parts)
+        return int4_expert_mlp(x, first, second, expert_ids, weights)
 
     def _few_rows_product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""
@@ -256,8 +257,7 @@ class Int4LinearMethod(LinearMethod):
         if self.block != BLOCK or self.config.orders_inputs or not x.is_cuda or x.dtype == torch.float32:
             return False
         num_groups = 1 if self.group_size is None else x.shape[1] // self.group_size
-        is_hopper = has_hopper_kernels(x.device) and kernels.hopper_int4.serves(x.shape[1], num_groups)
-        return len(x) <= (MAX_HOPPER_ROWS if is_hopper else MAX_ROWS)
+        return len(x) <= (MAX_HOPPER_ROWS if has_hopper_kernel(x.shape[1], num_groups, x.device) else MAX_ROWS)
 
 
 def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool, multiprocessors: int) -> int:

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
 from nanoinfer.checkpoint.int4_config import MXFP4_GROUP
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.ops.experts.spec import ExpertWeights
+from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
-from nanoinfer.quantization.int4.packing import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
 
 MAX_EXPONENT = 128  # of a scale, with 127 added; larger ones do not fit into the kernel's bfloat16
@@ -84,13 +84,15 @@ class Mxfp4Method(LinearMethod):
         getattr(layer, SCALES).fill_(int(exponent))
 
     def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Do as elsewhere, with biases and the clamped SwiGLU of `layers/clamped_experts.py`."""
+        """Do as elsewhere, with biases and the clamped SwiGLU."""
         x = cast(Tensor, x)
         if not x.is_cuda or x.dtype == torch.float32 or import_error("triton"):
             return None
+        from nanoinfer.ops.experts.triton import mxfp4_expert_mlp
+
         first, second = (
-            kernels.moe_experts.ExpertWeights(layer.weight, getattr(layer, SCALES), bias=layer.bias, is_e2m1=True)
+            ExpertWeights(layer.weight, getattr(layer, SCALES), bias=layer.bias, is_e2m1=True)
             for layer in (gate_up, down)
         )
         options = down.quant_method.num_inputs, expert_ids, weights, gate_up.clamps
-        return kernels.moe_experts.mxfp4_expert_mlp(x, first, second, *options)
+        return mxfp4_expert_mlp(x, first, second, *options)

@@ -1,28 +1,23 @@
-"""Products of few rows by a weight in 4 bits, and widening it for more. Twins: `quantization/int4/packing.py`.
+"""Products of few rows by a weight in 4 bits, and widening it for more.
 
 A product of few rows is bound by reading the weight, so its 4 bits are read, and widened in registers. Hopper has a
-kernel of its own (`hopper_int4.py`).
+kernel of its own (`hopper.py`).
 
 - Of a block of 128 inputs each word holds eight that lie 16 apart. So the i-th numbers of 16 words are a tile for the
   tensor cores, and nothing moves between threads: the tiles of a group are joined in registers.
 - A number becomes 16 bits without a conversion: its bits, below those of a power of two, are that power plus the
-  number (as in Marlin, Frantar et al. 2024); two at a time, see `int4_format.py`. Less the zero point, it is exact.
+  number (as in Marlin, Frantar et al. 2024); two at a time, by PTX. Less the zero point, it is exact.
 - Each group is summed by itself and then multiplied by its scale, in float32. Powers of two multiply the weight.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nanoinfer.kernels import int4_format
-from nanoinfer.kernels.int4_format import COLUMNS
-from nanoinfer.ops.common.device_properties import has_hopper_kernels, next_power_of_2
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.int4.spec import COLUMNS, has_hopper_kernel
 
 BLOCK = tl.constexpr(128)  # inputs that are packed together
 WORDS = tl.constexpr(16)  # of a block
-NUMBERS_BF16, NUMBERS_F16 = tl.constexpr(int4_format.NUMBERS_BF16), tl.constexpr(int4_format.NUMBERS_F16)
-E2M1_BF16, E2M1_F16 = tl.constexpr(int4_format.E2M1_BF16), tl.constexpr(int4_format.E2M1_F16)
 # $1 - $2, of two; before Hopper bfloat16 has no difference, so -1 $2 is added.
 LESS_BF16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0xbf80bf80; fma.rn.bf16x2 $0, $2, one, $1; }")
 LESS_F16 = tl.constexpr("sub.f16x2 $0, $1, $2;")
@@ -31,10 +26,44 @@ TIMES_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf
 TIMES_F16 = tl.constexpr("mul.f16x2 $0, $1, $2;")
 WIDE_COLUMNS = 32  # outputs that a program widens, of one block
 
+# PTX. Two words, each with eight numbers -> for each place the numbers of both words, as bits of a 16-bit dtype. The
+# same halves of both words are put beside each other first.
+_PTX_BEGINS = "{ .reg .b32 low, high, bits, sign, above; prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632;"
+
+
+def _ptx_of_move(target: str, place: int, bit: int, to: int) -> str:
+    """Return the code that moves a bit of the numbers at a place of both words to a bit of 16."""
+    half, left = "high" if place > 3 else "low", to - 4 * (place % 4) - bit
+    return f" shl.b32 {target}, {half}, {left};" if left >= 0 else f" shr.u32 {target}, {half}, {-left};"
+
+
+def _ptx_of_numbers(above: str) -> str:
+    """Return the code for numbers plus 128 or 1,024: their bits are added below those of that power of two."""
+    code = f"{_PTX_BEGINS} mov.b32 above, {above};"
+    for place in range(8):
+        code += f"{_ptx_of_move('bits', place, 0, 0)} lop3.b32 ${place}, bits, 0x000f000f, above, 0xea;"
+    return code + " }"
+
+
+def _ptx_of_e2m1(to: int, mask: str) -> str:
+    """Return the code for values of e2m1 (OCP Microscaling Formats 1.0) times 2**-126, or 2**-14 in float16.
+
+    Sign, two bits of exponent and one of mantissa are set where the dtype has these; its denormals stay exact.
+    """
+    code = _PTX_BEGINS
+    for place in range(8):
+        code += f"{_ptx_of_move('sign', place, 3, 15)} and.b32 sign, sign, 0x80008000;"
+        code += f"{_ptx_of_move('bits', place, 0, to)} lop3.b32 ${place}, bits, {mask}, sign, 0xea;"
+    return code + " }"
+
+
+NUMBERS_BF16, NUMBERS_F16 = tl.constexpr(_ptx_of_numbers("0x43004300")), tl.constexpr(_ptx_of_numbers("0x64006400"))
+E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(6, "0x01c001c0")), tl.constexpr(_ptx_of_e2m1(9, "0x0e000e00"))
+
 
 @triton.jit
 def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
-    """Return the eight numbers of each word as eight tensors of bits, see `int4_format.py`. ASM: by PTX."""
+    """Return the eight numbers of each word as eight tensors of bits. ASM: by PTX."""
     if ASM:
         plain: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
         e2m1: tl.constexpr = E2M1_BF16 if dtype == tl.bfloat16 else E2M1_F16
@@ -306,20 +335,14 @@ def _widen_kernel(
         tl.store(out_ptr + line[:, None] * num_inputs + place[None, :], wide, mask=mask)
 
 
-def few_rows_product(
-    x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
-) -> Tensor:
-    """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
-
-    x: (num_rows, num_inputs) in 16 bits, rows contiguous. The weight's groups are in order, and its blocks whole.
-    """
+def few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
     (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
     assert num_inputs % BLOCK.value == 0, f"{num_inputs} inputs are not whole blocks of {BLOCK.value}"
-    if has_hopper_kernels(x.device):
-        from nanoinfer.kernels import hopper_int4
+    num_groups = scales.shape[1] if scales.dim() == 2 else 1
+    if has_hopper_kernel(num_inputs, num_groups, x.device):
+        from nanoinfer.ops.int4 import hopper
 
-        if hopper_int4.serves(num_inputs, scales.shape[1] if scales.dim() == 2 else 1):
-            return hopper_int4.few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1)
+        return hopper.few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
         return out
@@ -334,7 +357,7 @@ def few_rows_product(
         x.stride(0),
         num_outputs=num_outputs,
         num_inputs=num_inputs,
-        num_groups=scales.shape[1] if scales.dim() == 2 else 1,
+        num_groups=num_groups,
         num_blocks=triton.cdiv(num_inputs // BLOCK.value, num_splits),
         ROWS=rows,
         COLUMNS=COLUMNS,
@@ -346,8 +369,7 @@ def few_rows_product(
     return out
 
 
-def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, is_e2m1: bool = False) -> Tensor:
-    """Return a weight whose groups are in order in `dtype`, (num_outputs, num_inputs)."""
+def widen(numbers, scales, zeros, dtype, is_e2m1=False):
     num_outputs, num_inputs = numbers.shape[0], numbers.shape[1] * 8
     words_of_block = numbers.shape[1] & -numbers.shape[1] if numbers.shape[1] % WORDS.value else WORDS.value
     out = numbers.new_empty((num_outputs, num_inputs), dtype=dtype)

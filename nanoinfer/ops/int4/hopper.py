@@ -1,4 +1,4 @@
-"""Products by a weight in 4 bits for Hopper GPUs, in Gluon, up to 1,024 rows. Twin: `quantization/int4/packing.py`.
+"""Products by a weight in 4 bits for Hopper GPUs, in Gluon, up to 1,024 rows.
 
 The transposed product is computed, outputs by rows: so the weight is the operand that the tensor cores take from
 registers, where its numbers are widened, and x comes from shared memory. Bulk copies (TMA) bring blocks of the weight,
@@ -8,18 +8,17 @@ registers, where its numbers are widened, and x comes from shared memory. Bulk c
 - For more rows a program fills a multiprocessor, and its warps have parts of their own: one loads, and two groups of
   four widen and multiply in turns, each its own outputs.
 
-- The numbers of two neighbouring words are widened at once (`int4_format.py`). Less the zero point, they are exact.
+- The numbers of two neighbouring words are widened at once (`triton.py`). Less the zero point, they are exact.
 - Up to 64 rows each group is summed by itself and then multiplied by its scale, in float32. For more rows the weight
   is scaled first and rounded to 16 bits, as `widen` does, since that takes fewer operations.
 
-Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,13 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels import int4_format
-from nanoinfer.kernels.hopper_prefill_attention import load_tile
-from nanoinfer.kernels.int4_format import MANY_COLUMNS, MANY_ROWS
 from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, load_tile
+from nanoinfer.ops.int4.spec import MANY_COLUMNS, MANY_ROWS
+from nanoinfer.ops.int4.triton import BLOCK, E2M1_BF16, E2M1_F16, NUMBERS_BF16, NUMBERS_F16, WORDS
 
-BLOCK = gl.constexpr(128)  # inputs that are packed together
-WORDS = gl.constexpr(16)  # of a block
 MAX_FEW_ROWS = gl.constexpr(64)  # for which sums are scaled, not the weight
 
 
@@ -58,7 +55,7 @@ TILES = {
     128: Tile(128, 64, 4, 1, 2),
 }
 MANY_STAGES = 3  # of a tile for more rows
-MAX_REGISTERS, MULTIPLYING_REGISTERS, LOADING_REGISTERS = 168, 240, 24  # at the start, and as they are shared out then
+MULTIPLYING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
 X_LAYOUTS = {
     1: gl.NVMMASharedLayout(128, 16, rank=2),
     2: gl.NVMMASharedLayout(128, 16, rank=2),
@@ -66,8 +63,6 @@ X_LAYOUTS = {
 }
 WORDS_LAYOUT = gl.NVMMASharedLayout(64, 32, rank=2)
 
-NUMBERS_BF16, NUMBERS_F16 = gl.constexpr(int4_format.NUMBERS_BF16), gl.constexpr(int4_format.NUMBERS_F16)
-E2M1_BF16, E2M1_F16 = gl.constexpr(int4_format.E2M1_BF16), gl.constexpr(int4_format.E2M1_F16)
 # $1 2**126, which makes values of e2m1 what they are; $1 2**14 in float16.
 WHOLE_BF16 = gl.constexpr("{ .reg .b32 two; mov.b32 two, 0x7e807e80; mul.bf16x2 $0, $1, two; }")
 WHOLE_F16 = gl.constexpr("{ .reg .b32 two; mov.b32 two, 0x74007400; mul.f16x2 $0, $1, two; }")
@@ -77,7 +72,7 @@ TIMES_BF16 = gl.constexpr("{ .reg .b32 low; mul.bf16x2 low, $1, $3; fma.rn.bf16x
 
 @gluon.jit
 def _numbers(words, dtype: gl.constexpr, E2M1: gl.constexpr):
-    """Return the eight numbers of each word as eight tensors of the bits of `dtype`, see `int4_format.py`."""
+    """Return the eight numbers of each word as eight tensors of the bits of `dtype`."""
     plain: gl.constexpr = NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_F16
     e2m1: gl.constexpr = E2M1_BF16 if dtype == gl.bfloat16 else E2M1_F16
     code: gl.constexpr = e2m1 if E2M1 else plain
@@ -415,13 +410,7 @@ def _hopper_int4_many_rows_kernel(
     )  # fmt: skip
 
 
-def few_rows_product(
-    x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
-) -> Tensor:
-    """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
-
-    x: (num_rows, num_inputs) in 16 bits, rows contiguous. The weight's groups are in order, and `serves` their size.
-    """
+def few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
     (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
@@ -482,9 +471,3 @@ def few_rows_product(
         num_warps=tile.warps,
     )
     return out
-
-
-def serves(num_inputs: int, num_groups: int) -> bool:
-    """Whether the kernel takes a weight with so many inputs and groups: of whole quarters of a block, or of blocks."""
-    group_size = num_inputs // num_groups
-    return group_size in (32, 64) or group_size % BLOCK.value == 0

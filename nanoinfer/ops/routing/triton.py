@@ -3,8 +3,6 @@
 A pair is a token and one of its experts. Its id is token * num_experts_per_tok + choice. `plan_tiles` sorts the pairs
 by expert and cuts them into tiles of one expert each. Only the device learns how many tiles there are. A kernel over
 tiles is launched for the most that there can be, and the programs that have none exit.
-
-Twins: `route` of `layers/moe.py`, `route_by_sigmoid` of `layers/sigmoid_router.py`.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +14,12 @@ from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.routing import spec
 
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
 SEGMENT = 8192  # pairs that a program looks through; more are counted in segments first
 MIN_BINS = 32  # of a histogram: one for each thread of a warp
-EPS = tl.constexpr(1e-20)  # so that scores that are all 0 have a quotient
+EPS = tl.constexpr(spec.EPS)
 
 
 @triton.jit
@@ -174,6 +173,14 @@ def _plan_kernel(
             position += tl.sum(is_mine, axis=0)
 
 
+@triton.jit
+def tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
+    """Return the pairs of a tile; beyond its last pair, num_pairs."""
+    row = tl.arange(0, ROWS)
+    # Without a list, the tile has one pair, of its own number.
+    return tl.where(row == 0, tile, num_pairs) if pairs_ptr is None else tl.load(pairs_ptr + tile * ROWS + row)
+
+
 class TilePlan(NamedTuple):
     """Lists the pairs of a token and an expert by expert, in tiles of equal size."""
 
@@ -183,31 +190,11 @@ class TilePlan(NamedTuple):
     num_tiles: Tensor | None  # (1,) int32: what lies beyond is undefined. None: there are max_tiles.
 
 
-def route(
-    terms: Tensor,
-    num_experts_per_tok: int,
-    norm_topk_prob: bool,
-    row_mask: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the ids of each token's experts, int32, and their weights, float32: (num_tokens, num_experts_per_tok).
-
-    terms: (num_terms, num_tokens, num_experts), whose sum are the logits; rows contiguous. row_mask: (num_tokens,)
-    bool, False for rows that get no experts: the id num_experts, and weights of 0. bias: (num_experts,), added to the
-    logits.
-    """
+def route(terms, num_experts_per_tok, norm_topk_prob, row_mask=None, bias=None):
     return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask)
 
 
-def route_by_sigmoid(
-    terms: Tensor,
-    bias: Tensor,
-    num_experts_per_tok: int,
-    norm_topk_prob: bool,
-    scaling_factor: float,
-    row_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Do as `route`, with a sigmoid as the score of each expert. bias: helps to choose experts, not to weigh them."""
+def route_by_sigmoid(terms, bias, num_experts_per_tok, norm_topk_prob, scaling_factor, row_mask=None):
     return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, scaling_factor)
 
 
@@ -245,6 +232,13 @@ def _route(
             **overlap_options(terms.device),
         )
     return expert_ids, weights
+
+
+def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Return how many pairs a tile has: half more than an expert gets on average, so most experts have one tile."""
+    if dtype == torch.float32:
+        return 16
+    return min(128, max(16, next_power_of_2(3 * num_pairs // (2 * num_experts))))
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:

@@ -1,6 +1,6 @@
-"""The experts' MLPs with weights and activations in FP8. Twin: `quantization/fp8_experts.py`.
+"""The experts' MLPs with weights and activations in FP8.
 
-As in `moe_experts.py` the pairs of a token and an expert are sorted into tiles of one expert each, and each of the two
+As in `triton.py` the pairs of a token and an expert are sorted into tiles of one expert each, and each of the two
 grouped products is one kernel. The first one ends in SwiGLU and rounds its result: a program has 128 columns of the
 gate and the same 128 of up, a whole group of values that share a scale.
 """
@@ -10,15 +10,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nanoinfer.kernels.moe_experts import tile_pairs, tile_rows
-from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
-from nanoinfer.ops.common.fp8_format import GROUP_SIZE, RowFormat
+from nanoinfer.ops.common.fp8_format import GROUP_SIZE
 from nanoinfer.ops.common.math import e4m3_scale, gated, to_e4m3
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.fp8.triton import scaled_tile_product
+from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
 
 MAX_ROWS = 64  # pairs in a tile; the sums of more do not fit into registers
 
@@ -183,25 +181,7 @@ class Tiling(NamedTuple):
     down_warps: int
 
 
-def fp8_expert_mlp(
-    x: Tensor,
-    x_scales: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    down_format: RowFormat,
-    expert_ids: Tensor,
-    weights: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the weighted output of each token's experts, (num_experts_per_tok, num_tokens, hidden_size).
-
-    x: (num_tokens, hidden_size) e4m3. x_scales: (num_tokens, 1), or one for each 128 values. gate_up, down: as in
-    `expert_mlp`, in e4m3; their scales: of rows, (num_experts, rows), or of blocks of 128, 3-D. All contiguous.
-    down_format: how SwiGLU's results are rounded, in groups or by one static scale. expert_ids, weights: from `route`.
-    The host does not wait for the device, so a CUDA graph can capture this.
-    """
+def fp8_expert_mlp(x, x_scales, gate_up, gate_up_scales, down, down_scales, down_format, expert_ids, weights, dtype):
     num_tokens, num_choices = expert_ids.shape
     num_experts, hidden_size, inner_size = down.shape
     for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):

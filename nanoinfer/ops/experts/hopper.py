@@ -1,12 +1,12 @@
-"""One grouped product of the experts' MLPs for Hopper GPUs, in Gluon: long steps, 16 bits. Twin: `layers/moe.py`.
+"""One grouped product of the experts' MLPs for Hopper GPUs, in Gluon: long steps, 16 bits.
 
-It computes what the two kernels of `moe_experts.py` do, from the same tiles of 128 pairs. The warps of a program have
+It computes what the two kernels of `triton.py` do, from the same tiles of 128 pairs. The warps of a program have
 parts of their own: four fetch rows (gathered, with one copy for each 16 bytes) and weights (in bulk, TMA) into a ring
 of buffers, and two groups of four multiply, each half of the tile's rows. As many programs run as there are
 multiprocessors. Neighbouring items are columns of a tile, and tiles of an expert, so what they read is in the L2 cache.
 Columns beyond the last are computed, of whatever lies there, and not written.
 
-Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
 from typing import Any
@@ -24,17 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.hopper_prefill_attention import MAX_REGISTERS, SWIZZLED, load_tile
-from nanoinfer.kernels.moe_routing import TilePlan
 from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, gather, load_tile
+from nanoinfer.ops.routing.triton import TilePlan
 
 ROWS = 128  # pairs of a tile
 PART = 128  # columns of half a tile
 DEPTH = 64  # of the inner dimension, at a time
 STAGES = 4  # buffers
 MULTIPLYING_REGISTERS, LOADING_REGISTERS = 232, 40
-
-_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 
 
 @gluon.jit
@@ -86,8 +84,8 @@ def _fetch(
                 mbarrier.expect(full.index(stage), 2 * weight_desc.block_type.nbytes)
                 load_tile(weight_desc, [line, start], full.index(stage), weight.index(2 * stage))
                 load_tile(weight_desc, [line + distance, start], full.index(stage), weight.index(2 * stage + 1))
-                _gather(x.index(2 * stage), first_ptrs + start, mask=(first_pair < num_pairs)[:, None])
-                _gather(x.index(2 * stage + 1), second_ptrs + start, mask=(second_pair < num_pairs)[:, None])
+                gather(x.index(2 * stage), first_ptrs + start, mask=(first_pair < num_pairs)[:, None])
+                gather(x.index(2 * stage + 1), second_ptrs + start, mask=(second_pair < num_pairs)[:, None])
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                 count += 1
 
@@ -162,7 +160,7 @@ def _multiply(
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)  # as `gated` rounds them
                 if clamps is None:
                     out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
-                else:  # as `_clamped` of `moe_experts.py`
+                else:  # as `_clamped` of `triton.py`
                     limit, alpha = clamps
                     gate = gl.where(gate > limit, limit, gate)
                     up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))

@@ -1,16 +1,16 @@
 """The experts' products by weights in 4 bits for Hopper GPUs, in Gluon, in tiles of up to 64 pairs.
 
-It computes what the two kernels of `moe_experts.py` do, from the same tiles. Twins: `layers/moe.py`,
-`layers/clamped_experts.py`. As in `hopper_int4.py`, whose parts it shares, the transposed product is computed, so that
-the weight is widened in registers, from where the tensor cores take it.
+It computes what the two kernels of `triton.py` do, from the same tiles. As in `ops/int4/hopper.py`, whose parts it
+shares, the transposed product is computed, so that the weight is widened in registers, from where the tensor cores take
+it.
 
 - Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers.
 - A program is small, so that a multiprocessor has several: while one widens, another multiplies.
 
-Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,22 +21,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.hopper_experts import _gather
-from nanoinfer.kernels.hopper_int4 import (
-    BLOCK,
-    WORDS,
+from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.hopper import SWIZZLED, gather, load_tile
+from nanoinfer.ops.experts.spec import ExpertWeights
+from nanoinfer.ops.int4.hopper import (
     WORDS_LAYOUT,
     _joined,
     _load_groups,
     _numbers,
     _quarters,
 )
-from nanoinfer.kernels.hopper_prefill_attention import SWIZZLED, load_tile
-from nanoinfer.kernels.moe_routing import TilePlan
-from nanoinfer.ops.common.device_properties import num_multiprocessors
-
-if TYPE_CHECKING:
-    from nanoinfer.kernels.moe_experts import ExpertWeights
+from nanoinfer.ops.int4.triton import BLOCK, WORDS
+from nanoinfer.ops.routing.triton import TilePlan
 
 MAX_ROWS = 64  # pairs of a tile
 TIMES_BF16, TIMES_F16 = gl.constexpr("mul.bf16x2 $0, $1, $2;"), gl.constexpr("mul.f16x2 $0, $1, $2;")
@@ -51,7 +47,7 @@ class Cut(NamedTuple):
 
 @gluon.jit
 def _times_power(bits, exponents, index: gl.constexpr, dtype: gl.constexpr):
-    """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word; see `int4_product._power`."""
+    """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word, as `_power` of int4 does."""
     exponent = (exponents >> (8 * index)) & 255
     power = (exponent + 126) << 7 if dtype == gl.bfloat16 else gl.maximum(exponent - 98, 0) << 10
     powers = gl.expand_dims(power.to(gl.int16).to(dtype, bitcast=True), 1)
@@ -112,13 +108,13 @@ def _fill(words_desc, rows, line, distance, step, buffers, full, depth: gl.const
     mask = x_mask
     if depth % BLOCK != 0:
         mask = mask & gl.expand_dims(step * BLOCK + k < depth, 0)
-    _gather(x.index(stage), x_ptrs + step * BLOCK, mask=mask)
+    gather(x.index(stage), x_ptrs + step * BLOCK, mask=mask)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, row, num_pairs, ROWS: gl.constexpr):
-    """Return the pairs of a tile's rows, see `moe_experts.tile_pairs`."""
+    """Return the pairs of a tile's rows, as `tile_pairs` of `ops/routing` does."""
     if pairs_ptr is None:
         return gl.where(row == 0, tile, num_pairs)
     else:
@@ -198,7 +194,7 @@ def _store_activations(
     layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, gl.num_warps(), 1], [2, 0, 1])
     gate, up = gl.split(gl.convert_layout(acc.reshape((2, part, num_rows)).permute((1, 2, 0)), layout))
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)  # as `gated` rounds them
-    if CLAMPED:  # as `_clamped` of `moe_experts.py`
+    if CLAMPED:  # as `_clamped` of `triton.py`
         limit, alpha = clamps
         gate = gl.where(gate > limit, limit, gate)
         up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
@@ -295,7 +291,7 @@ def _hopper_int4_experts_kernel(
 
 def grouped_product(
     x: Tensor,
-    weight: "ExpertWeights",
+    weight: ExpertWeights,
     plan: TilePlan,
     pair_weights: Tensor,
     out: Tensor,
@@ -351,7 +347,7 @@ def choose_cut(rows: int, num_tiles: int, num_lines: int, device: torch.device) 
     return Cut(128, 3)
 
 
-def serves(x: Tensor, weight: "ExpertWeights", rows: int) -> bool:
+def serves(x: Tensor, weight: ExpertWeights, rows: int) -> bool:
     """Whether the kernel takes such rows, and groups of such a size: whole blocks, or those of MXFP4.
 
     Triton's copies of 16 bytes want rows that are multiples of 16 apart.

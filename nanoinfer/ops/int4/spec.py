@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
-from nanoinfer.kernels.triton_twins import triton_on_cuda
+from nanoinfer.ops.common.device_properties import has_hopper_kernels
+from nanoinfer.ops.dispatch import op
 
 PACKED = 8  # numbers in an int32
 BLOCK = 128  # inputs that are packed together
@@ -26,7 +26,9 @@ ZERO = 8  # the number that means 0 where there are no zero points
 GROUP_SIZE = 128  # inputs that share a scale, where we choose
 SHARES_OF_LARGEST = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # scales that are tried: what becomes -8
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
-
+# How the kernels cut `few_rows_product`, so that callers know how far to split its sums.
+ROWS, COLUMNS = 128, 64  # of a tile, at most: rows and outputs
+MANY_ROWS, MANY_COLUMNS = 256, 128  # of one for more rows, on Hopper
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 0 to 7; with 8 added, the same below 0
 
@@ -90,25 +92,32 @@ def powers_of_2(scales: Tensor) -> Tensor:
     return torch.exp2(scales.double() - 127).float().masked_fill(scales == 255, torch.nan)
 
 
-@triton_on_cuda(lambda: kernels.int4_product.widen)
+@op
 def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, is_e2m1: bool = False) -> Tensor:
     """Return a weight whose groups are in order in `dtype`, (num_outputs, num_inputs)."""
     return dequantize(PackedWeight(numbers, scales, zeros, is_e2m1=is_e2m1)).to(dtype)
 
 
-@triton_on_cuda(lambda: kernels.int4_product.few_rows_product)
+@op
 def few_rows_product(
     x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
 ) -> Tensor:
     """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
 
-    x: (num_rows, num_inputs), rows contiguous. The weight's groups are in order, and its blocks whole.
+    x: (num_rows, num_inputs), rows contiguous; for the kernel in 16 bits. The weight's groups are in order, and its
+    blocks whole.
     """
     weight = dequantize(PackedWeight(numbers, scales, zeros, is_e2m1=is_e2m1)).to(x.dtype)
     num_blocks = x.shape[1] // BLOCK
     part = -(-num_blocks // num_splits) * BLOCK
     parts = [slice(start, start + part) for start in range(0, num_splits * part, part)]
     return torch.stack([F.linear(x[:, columns], weight[:, columns]) for columns in parts])
+
+
+def has_hopper_kernel(num_inputs: int, num_groups: int, device: torch.device) -> bool:
+    """Return whether Hopper's kernel takes such a weight: groups are quarters or halves of a block, or whole blocks."""
+    group_size = num_inputs // num_groups
+    return has_hopper_kernels(device) and (group_size in (32, 64) or group_size % BLOCK == 0)
 
 
 def _of_inputs(x: Tensor, numbers: Tensor, groups: Tensor | None) -> Tensor:

@@ -1,14 +1,14 @@
-"""The experts' MLPs as two grouped matrix products. Twin: `layers/moe.py`.
+"""The experts' MLPs as two grouped matrix products.
 
-The pairs of a token and an expert are sorted into tiles of one expert each (`moe_routing.py`), and each product is one
+The pairs of a token and an expert are sorted into tiles of one expert each (`ops/routing`), and each product is one
 kernel over tiles and columns. Rows are gathered where they are read, and nothing is copied into order.
 
 - Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own
-  (`hopper_experts.py`).
-- Weights in 4 bits are read as such by tiles of up to 64 rows (`int4_product.py`, and on Hopper
-  `hopper_int4_experts.py`). For more rows they are widened first on Hopper.
+  (`hopper.py`).
+- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper
+  `hopper_int4.py`). For more rows they are widened first on Hopper.
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
 """
@@ -21,16 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.int4_product import int4_tile_product, widen
-from nanoinfer.kernels.moe_routing import plan_tiles
 from nanoinfer.ops.common.device_properties import (
     has_hopper_kernels,
     has_large_shared_memory,
-    next_power_of_2,
     num_multiprocessors,
 )
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.experts.spec import ExpertWeights
+from nanoinfer.ops.experts.triton_fp8 import fp8_expert_mlp as fp8_expert_mlp
+from nanoinfer.ops.int4.triton import int4_tile_product, widen
+from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
 
 
 @triton.jit
@@ -102,14 +103,6 @@ def _wide_tile_product(
             weight = tl.load(weight_ptrs + start, mask=is_row[None, :] & is_inside[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
-    """Return the pairs of a tile; beyond its last pair, num_pairs."""
-    row = tl.arange(0, ROWS)
-    # Without a list, the tile has one pair, of its own number.
-    return tl.where(row == 0, tile, num_pairs) if pairs_ptr is None else tl.load(pairs_ptr + tile * ROWS + row)
 
 
 @triton.jit
@@ -272,28 +265,7 @@ class Tiling(NamedTuple):
     warps: int
 
 
-class ExpertWeights(NamedTuple):
-    """One weight of all experts."""
-
-    values: Tensor  # (num_experts, num_rows, depth), or (num_experts, num_rows, depth / 8) int32: in 4 bits
-    scales: Tensor | None = None  # of these: (num_experts, num_rows, num_groups) float32, or one for each row
-    zeros: Tensor | None = None  # uint8, of the same shape; None: 8
-    bias: Tensor | None = None  # (num_experts, num_rows)
-    is_e2m1: bool = False  # whether the 4 bits are values of e2m1; then depth may be that of x, up to a multiple of 128
-
-    @property
-    def num_groups(self) -> int:
-        """How many scales a row has; 0: the weight is in 16 bits."""
-        return 0 if self.scales is None else self.scales.shape[2] if self.scales.dim() == 3 else 1
-
-
-def expert_mlp(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted output of each token's experts, (num_experts_per_tok, num_tokens, hidden_size).
-
-    hidden: (num_tokens, hidden_size), rows contiguous. expert_ids, weights: from `route`.
-    gate_up: (num_experts, 2 * inner_size, hidden_size), gate before up. down: (num_experts, hidden_size, inner_size).
-    Both contiguous. The host does not wait for the device, so a CUDA graph can capture this.
-    """
+def expert_mlp(hidden, gate_up, down, expert_ids, weights):
     rows = tile_rows(expert_ids.numel(), len(down), hidden.dtype)
     return _expert_mlp(hidden, ExpertWeights(gate_up), ExpertWeights(down), down.shape[2], expert_ids, weights, rows)
 
@@ -307,17 +279,7 @@ def int4_expert_mlp(
     return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows)
 
 
-def clamped_expert_mlp(
-    hidden: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    clamps: tuple[float, float],
-) -> Tensor:
-    """Return what `expert_mlp` does, with biases and SwiGLU as in `layers/clamped_experts.py`."""
+def clamped_expert_mlp(hidden, gate_up, down, gate_up_bias, down_bias, expert_ids, weights, clamps):
     first, second = ExpertWeights(gate_up, bias=gate_up_bias), ExpertWeights(down, bias=down_bias)
     rows = tile_rows(expert_ids.numel(), len(down), hidden.dtype)
     return _expert_mlp(hidden, first, second, down.shape[2], expert_ids, weights, rows, clamps)
@@ -354,18 +316,18 @@ def _has_hopper_kernel(hidden: Tensor, inner_size: int, rows: int) -> bool:
     """Return whether tiles of so many rows have the kernel for Hopper GPUs, which wants weights in 16 bits."""
     if rows < 128 or not has_hopper_kernels(hidden.device):
         return False
-    from nanoinfer.kernels import hopper_experts
+    from nanoinfer.ops.experts import hopper
 
-    return hopper_experts.serves(hidden.shape[1], inner_size, hidden.stride(0), hidden.dtype)
+    return hopper.serves(hidden.shape[1], inner_size, hidden.stride(0), hidden.dtype)
 
 
 def _has_hopper_int4_kernel(x: Tensor, weight: ExpertWeights, rows: int) -> bool:
     """Return whether tiles of so many rows of x have the kernel for Hopper GPUs that reads weights in 4 bits."""
     if weight.scales is None or not has_hopper_kernels(x.device):
         return False
-    from nanoinfer.kernels import hopper_int4_experts
+    from nanoinfer.ops.experts import hopper_int4
 
-    return hopper_int4_experts.serves(x, weight, rows)
+    return hopper_int4.serves(x, weight, rows)
 
 
 def _widened(weight: ExpertWeights, dtype: torch.dtype) -> Tensor:
@@ -407,16 +369,16 @@ def _expert_mlp(
         return out
     plan = plan_tiles(expert_ids, num_experts, rows)
     if _has_hopper_kernel(hidden, inner_size, rows):
-        from nanoinfer.kernels.hopper_experts import grouped_product
+        from nanoinfer.ops.experts.hopper import grouped_product
 
         wide = partial(_widened, dtype=hidden.dtype)  # one after the other, in the same memory
         grouped_product(hidden, wide(gate_up), plan, weights, gated, num_choices, True, gate_up.bias, clamps)
         grouped_product(gated, wide(down), plan, weights, out, num_choices, False, down.bias)
         return out
     if _has_hopper_int4_kernel(hidden, gate_up, rows) and _has_hopper_int4_kernel(gated, down, rows):
-        from nanoinfer.kernels import hopper_int4_experts
+        from nanoinfer.ops.experts import hopper_int4
 
-        product = partial(hopper_int4_experts.grouped_product, num_choices=num_choices, rows=rows)
+        product = partial(hopper_int4.grouped_product, num_choices=num_choices, rows=rows)
         product(hidden, gate_up, plan, weights, gated, is_gated=True, clamps=clamps)
         product(gated, down, plan, weights, out, is_gated=False)
         return out
@@ -467,13 +429,6 @@ def _expert_mlp(
         **options,
     )
     return out
-
-
-def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Return how many pairs a tile has: half more than an expert gets on average, so most experts have one tile."""
-    if dtype == torch.float32:
-        return 16
-    return min(128, max(16, next_power_of_2(3 * num_pairs // (2 * num_experts))))
 
 
 def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:

@@ -1,0 +1,89 @@
+"""Routing of a mixture of experts: which experts each token goes to, by a softmax or by sigmoids of its logits."""
+
+import torch
+from torch import Tensor
+
+from nanoinfer.ops.dispatch import op
+
+EPS = 1e-20  # so that scores that are all 0 have a quotient
+
+
+@op
+def route(
+    terms: Tensor,
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    row_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the likeliest experts of each token, in order; of equally likely ones, those of the lowest ids.
+
+    Returns their ids, int32, and their weights, float32: (num_tokens, num_experts_per_tok).
+
+    terms: (num_terms, num_tokens, num_experts), whose sum in float32 are the logits; rows contiguous.
+    norm_topk_prob: whether the weights of a token are made to sum to 1.
+    row_mask: (num_tokens,) bool, False for rows without a token (padding). These get no experts: the id num_experts,
+    and weights of 0.
+    bias: (num_experts,), added to the logits.
+    A token whose logits have a NaN gets experts that exist, and NaN as their weights.
+    """
+    logits = terms.sum(0, dtype=torch.float32)
+    scores = torch.softmax(logits if bias is None else logits + bias.float(), dim=-1)
+    return _choose(scores, scores, num_experts_per_tok, norm_topk_prob, 1.0, row_mask)
+
+
+@op
+def route_by_sigmoid(
+    terms: Tensor,
+    bias: Tensor,
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token whose sigmoid plus bias is largest; of equal ones, those of the lowest ids.
+
+    Their weights are the sigmoids alone, times the scaling factor. The terms and the rest: see `route`.
+    """
+    scores = terms.sum(0, dtype=torch.float32).sigmoid()
+    return _choose(scores, scores + bias, num_experts_per_tok, norm_topk_prob, scaling_factor, row_mask)
+
+
+def route_in_groups(
+    terms: Tensor,
+    bias: Tensor,
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+    num_groups: int,
+    num_chosen_groups: int,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do as `route_by_sigmoid`, but only with the groups of experts whose two best scores have the largest sums."""
+    scores = terms.sum(0, dtype=torch.float32).sigmoid()
+    groups = (scores + bias).unflatten(1, (num_groups, -1))
+    of_groups = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
+    chosen = torch.sort(of_groups, dim=-1, descending=True, stable=True).indices[:, :num_chosen_groups]
+    is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, chosen, True)
+    order = groups.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(1)
+    return _choose(scores, order, num_experts_per_tok, norm_topk_prob, scaling_factor, row_mask)
+
+
+def _choose(
+    scores: Tensor,
+    order: Tensor,
+    num_experts_per_tok: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+    row_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the experts that are first in order, and their scores as weights, as `route` does."""
+    expert_ids = torch.sort(order, dim=-1, descending=True, stable=True).indices[:, :num_experts_per_tok]
+    weights = scores.gather(1, expert_ids)
+    if norm_topk_prob:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + EPS)
+    weights, expert_ids = weights * scaling_factor, expert_ids.int()
+    if row_mask is not None:
+        no_token = ~row_mask.unsqueeze(1)
+        expert_ids, weights = expert_ids.masked_fill(no_token, scores.shape[1]), weights.masked_fill(no_token, 0.0)
+    return expert_ids.contiguous(), weights.contiguous()
