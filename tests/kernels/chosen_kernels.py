@@ -80,20 +80,6 @@ def to_text(of_cases: dict[str, list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_text(text: str) -> dict[str, list[str]]:
-    """Return the launches of each case, as `to_text` took them."""
-    cases, *kernels = (paragraph.splitlines() for paragraph in text.split("\n\n"))
-    names = dict(line.split(" ", 1) for line in cases)
-    of_cases: dict[str, list[str]] = {name: [] for name in names.values()}
-    for first, *launches in kernels:
-        kernel, *shared = first.split(" ")
-        for launch in launches:
-            own, numbers = launch.split("|")
-            for number in numbers.split():
-                of_cases[names[number]].append(" ".join([kernel, *sorted([*shared, *own.split()])]))
-    return {name: sorted(launches) for name, launches in of_cases.items()}
-
-
 if __name__ == "__main__":
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else LIST
     path.write_text(to_text(launches_of_all_cases()), encoding="utf-8")
