@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoinfer import kernels
 from nanoinfer.device import import_error
 from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.layers.activation import silu_and_mul
+from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.norms.spec import rms_norm
 

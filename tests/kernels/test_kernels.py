@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
-from nanoinfer.layers import activation, soft_cap
+from nanoinfer.layers import soft_cap
 from nanoinfer.layers.attention import attention_layer, block_copies, widened_blocks
 from nanoinfer.layers.linear_attention import delta_rule
+from nanoinfer.ops.activations import spec as activations
 from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
 from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
 from nanoinfer.ops.norms import spec as norms
@@ -30,7 +31,6 @@ triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import filter_threshold as threshold_kernels  # noqa: E402
-from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
@@ -43,6 +43,7 @@ from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.kernels.barrier import barrier  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.ops.activations import triton as gated_kernels  # noqa: E402
 from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
@@ -74,9 +75,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("twin", "kernels"),
     [
-        (activation.silu_and_mul, gated_kernels),
-        (activation.gelu_tanh_and_mul, gated_kernels),
-        (activation.gelu_and_mul, gated_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (attention_layer.store, store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
@@ -384,7 +382,7 @@ EXP_OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_a_gated_activation_of_any_size_equals_its_twin(size: int, dtype: torch.dtype, name: str) -> None:
-    kernel, twin = getattr(gated_kernels, name), getattr(activation, name)
+    kernel, twin = getattr(gated_kernels, name), getattr(activations, name)
     for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
         unchanged = gate_up.clone()
         # In float32, PyTorch's GELU loses digits where the gate is nearly closed.
@@ -397,7 +395,7 @@ def test_a_gated_activation_of_any_size_equals_its_twin(size: int, dtype: torch.
 def test_gelu_by_the_error_function_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
     """Both lose digits where the gate is nearly closed."""
     for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
-        found, twin = (where.gelu_and_mul(gate_up) for where in (gated_kernels, activation))
+        found, twin = (where.gelu_and_mul(gate_up) for where in (gated_kernels, activations))
         assert found.dtype == twin.dtype
         torch.testing.assert_close(found, twin, rtol=4 * torch.finfo(gate_up.dtype).eps, atol=1e-5)
     assert gated_kernels.gelu_and_mul(torch.tensor([[-200.0, 200.0, 1.0, 2.0]])).tolist() == [[0.0, 400.0]]

@@ -10,13 +10,13 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.layers import few_rows as layers
-from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.models import execution, few_rows_layer
 from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 COMMON = ("Llama", "Ministral3", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
