@@ -21,27 +21,27 @@ from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.ops.activations import spec as activations
 from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
 from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
+from nanoinfer.ops.filter_threshold import spec as filter_threshold
+from nanoinfer.ops.gumbel_max import spec as gumbel_max
+from nanoinfer.ops.gumbel_max.spec import sample
 from nanoinfer.ops.logits import spec as logit_ops
 from nanoinfer.ops.norms import spec as norms
 from nanoinfer.runner import step_tables
-from nanoinfer.sampling import filter_threshold, gumbel_max
-from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
 
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
-from nanoinfer.kernels import filter_threshold as threshold_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
-from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import store_keys_values as store_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.kernels.barrier import barrier  # noqa: E402
-from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 from nanoinfer.ops.activations import triton as gated_kernels  # noqa: E402
 from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: E402
+from nanoinfer.ops.filter_threshold import triton as threshold_kernels  # noqa: E402
+from nanoinfer.ops.gumbel_max.triton import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 from nanoinfer.ops.logits import triton as logit_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
@@ -75,8 +75,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
     [
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (attention_layer.store, store_kernels),
-        (gumbel_max.sample_and_append, sample_kernels),
-        (filter_threshold.thresholds, threshold_kernels),
         (step_tables.read_rows, read_rows_kernels),
         (block_copies.copy_tokens, copy_tokens_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
