@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanoinfer.kernels import copy_tokens as copy_tokens
-    from nanoinfer.kernels import few_rows_product as few_rows_product
     from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill
     from nanoinfer.kernels import gated_delta_step as gated_delta_step
     from nanoinfer.kernels import norm_rope_store as norm_rope_store
