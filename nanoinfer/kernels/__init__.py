@@ -10,11 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanoinfer.kernels import copy_tokens as copy_tokens
     from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill
     from nanoinfer.kernels import gated_delta_step as gated_delta_step
     from nanoinfer.kernels import norm_rope_store as norm_rope_store
-    from nanoinfer.kernels import read_rows as read_rows
     from nanoinfer.kernels import store_keys_values as store_keys_values
     from nanoinfer.kernels import widened_blocks as widened_blocks
 else:

@@ -16,30 +16,29 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
-from nanoinfer.layers.attention import attention_layer, block_copies, widened_blocks
+from nanoinfer.layers.attention import attention_layer, widened_blocks
 from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.ops.activations import spec as activations
 from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
+from nanoinfer.ops.block_tables import spec as table_ops
 from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
 from nanoinfer.ops.filter_threshold import spec as filter_threshold
 from nanoinfer.ops.gumbel_max import spec as gumbel_max
 from nanoinfer.ops.gumbel_max.spec import sample
 from nanoinfer.ops.logits import spec as logit_ops
 from nanoinfer.ops.norms import spec as norms
-from nanoinfer.runner import step_tables
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
-from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import store_keys_values as store_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
-from nanoinfer.kernels.barrier import barrier  # noqa: E402
 from nanoinfer.ops.activations import triton as gated_kernels  # noqa: E402
 from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: E402
+from nanoinfer.ops.barrier.triton import barrier  # noqa: E402
+from nanoinfer.ops.block_tables import triton as table_kernels  # noqa: E402
 from nanoinfer.ops.filter_threshold import triton as threshold_kernels  # noqa: E402
 from nanoinfer.ops.gumbel_max.triton import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 from nanoinfer.ops.logits import triton as logit_kernels  # noqa: E402
@@ -75,8 +74,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
     [
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (attention_layer.store, store_kernels),
-        (step_tables.read_rows, read_rows_kernels),
-        (block_copies.copy_tokens, copy_tokens_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
         (delta_rule.gated_delta_step, gated_delta_step_kernels),
         (delta_rule.gated_delta_prefill, gated_delta_prefill_kernels),
@@ -834,9 +831,7 @@ def test_rows_are_read_as_their_twin_reads_them(max_blocks: int) -> None:
     context_lens = torch.tensor([1, 16, 16 * max_blocks, 9, 3, 0], dtype=torch.int32)
     rows = torch.tensor([[2, 7], [-1, 7], [0, 7], [1, 7], [-1, 7]], dtype=torch.int32)[:, 0]  # out of wider lines
     arguments = rows, token_ids, context_lens, block_tables, 16
-    for actual, expected in zip(
-        read_rows_kernels.read_rows(*arguments), step_tables.read_rows(*arguments), strict=True
-    ):
+    for actual, expected in zip(table_kernels.read_rows(*arguments), table_ops.read_rows(*arguments), strict=True):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
 
@@ -850,8 +845,8 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
     cache = (100 * randn(2, 7, 3, 48, *sizes)).to(dtype)
     copies = torch.tensor([[5, 0, 47], [5, 1, 1], [2, 6, 33], [3, 4, 0]], dtype=torch.int32)
     actual, expected = cache.clone(), cache.clone()
-    copy_tokens_kernels.copy_tokens(actual, copies)
-    block_copies.copy_tokens(expected, copies)
+    table_kernels.copy_tokens(actual, copies)
+    table_ops.copy_tokens(expected, copies)
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, cache)
     assert torch.equal(actual[:, 0, :, :47], cache[:, 5, :, :47])
