@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 
 from nanoinfer.device import computing
 from nanoinfer.kernels import triton_twins
-from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.ops import dispatch
 from nanoinfer.ops.common import device_properties, programmatic_launch
 
@@ -124,6 +123,7 @@ def select_backend(
 def run_steps(runner: Any, max_num_seqs: int) -> None:
     """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
     from nanoinfer.layers.attention import triton
+    from nanoinfer.layers.attention.metadata import SharedPrefixes
     from nanoinfer.models.execution import compiling_few_rows
     from nanoinfer.runner.cuda_graphs import graph_sizes
     from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
