@@ -386,8 +386,8 @@ def test_every_module_of_the_cpu_path_imports_without_triton_and_flash_attn() ->
         *(f"import nanoinfer.{name}" for name in on_cpu),
         "import torch",
         "one = torch.ones(1, 2)",
-        "gated = nanoinfer.layers.activation.silu_and_mul(one)",
-        "ids = nanoinfer.sampling.gumbel_max.sample(one, one[0, :1], one[0, :1].long(), one[0, :1].int())",
+        "gated = nanoinfer.ops.activations.spec.silu_and_mul(one)",
+        "ids = nanoinfer.ops.gumbel_max.spec.sample(one, one[0, :1], one[0, :1].long(), one[0, :1].int())",
         "print(gated.shape, ids.shape)",
     ]
     assert run_python("\n".join(lines)) == "torch.Size([1, 1]) torch.Size([1])"

@@ -16,9 +16,9 @@ from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import Experts, Routing
+from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows

@@ -102,7 +102,7 @@ class ModelConfig(BaseModelConfig):
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_scaling: float = 1.0  # logits are divided by it
-    logits_soft_cap: float | None = None  # of the logits, see `layers/soft_cap.py`; None: none
+    logits_soft_cap: float | None = None  # of the logits, see `cap_logits`; None: none
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
     encoder: EncoderConfig | None = None  # None: a decoder
 

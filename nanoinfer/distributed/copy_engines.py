@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, copy
-from nanoinfer.kernels.barrier import barrier
+from nanoinfer.ops.barrier.triton import barrier
 
 
 class CopyEngines(SharedGpuMemory):

@@ -10,20 +10,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanoinfer.kernels import copy_tokens as copy_tokens
-    from nanoinfer.kernels import few_rows_product as few_rows_product
-    from nanoinfer.kernels import filter_threshold as filter_threshold
-    from nanoinfer.kernels import gated_activation as gated_activation
     from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill
     from nanoinfer.kernels import gated_delta_step as gated_delta_step
-    from nanoinfer.kernels import gumbel_max as gumbel_max
-    from nanoinfer.kernels import logit_statistics as logit_statistics
     from nanoinfer.kernels import norm_rope_store as norm_rope_store
-    from nanoinfer.kernels import read_rows as read_rows
-    from nanoinfer.kernels import shared_expert_gate as shared_expert_gate
-    from nanoinfer.kernels import soft_cap as soft_cap
     from nanoinfer.kernels import store_keys_values as store_keys_values
-    from nanoinfer.kernels import token_bitmask as token_bitmask
     from nanoinfer.kernels import widened_blocks as widened_blocks
 else:
 

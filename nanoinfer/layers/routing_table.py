@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.device import record_event, to_device
-from nanoinfer.layers.attention.block_copies import copy_tokens
+from nanoinfer.ops.block_tables.spec import copy_tokens
 
 
 class RoutingTable:

@@ -1,25 +1,12 @@
 """An expert that computes all tokens, beside those that a router chooses (Qwen3-Next, GLM-4.5)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinear, wide_rows
+from nanoinfer.ops.activations.spec import gated_sum, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations
-
-
-@triton_on_cuda(lambda: kernels.shared_expert_gate.gated_sum)
-def gated_sum(terms: Tensor, hidden: Tensor, gate_weight: Tensor) -> Tensor:
-    """Return the sum of the terms times the sigmoid of each token's gate, computed in float32, (1, num_tokens, size).
-
-    terms: (num_terms, num_tokens, size). hidden: (num_tokens, size). gate_weight: (1, size).
-    """
-    gate = F.linear(hidden.float(), gate_weight.float()).sigmoid()
-    return (terms.sum(0, keepdim=True, dtype=torch.float32) * gate).to(hidden.dtype)
 
 
 class SharedExpert(nn.Module):

@@ -12,12 +12,12 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
 from nanoinfer.layers.score_head import ScoreHead, score_head
-from nanoinfer.layers.soft_cap import cap_logits
 from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.native_model import NativeModel
+from nanoinfer.ops.logits.spec import cap_logits
 
 # How names begin in checkpoints of models for text and images -> how they begin here.
 TEXT_MODELS = (*((prefix, "model.") for prefix in TEXT_PREFIXES), ("language_model.lm_head.", "lm_head."))

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.linear_method import ProductKind
 

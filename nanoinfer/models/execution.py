@@ -14,10 +14,9 @@ from torch import Tensor
 
 from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.layers.few_rows import few_rows_kernels_serve
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
-from nanoinfer.models.few_rows_layer import few_rows_layer, few_rows_products
+from nanoinfer.models.few_rows_layer import few_rows_kernels_serve, few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import SmallPrefillGraphs, padded_sizes
 from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill

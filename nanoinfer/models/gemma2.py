@@ -2,11 +2,11 @@
 
 from typing import ClassVar
 
-from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.gemma3 import Gemma3Embedding
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 
 
 class Gemma2ForCausalLM(DecoderForCausalLM):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 
 
 class Gemma3Embedding(VocabParallelEmbedding):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nanoinfer.engine.packet import Header, PacketSections
-from nanoinfer.layers.attention.block_copies import copy_cached_tokens
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
@@ -48,7 +47,7 @@ class DeviceState:
         self.sampler.admit(header, on_host, on_device)
         self.pooler.admit(header, on_host)
         if header.counts.block_copies:
-            copy_cached_tokens(self.kv_cache, on_device.block_copies)
+            self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:
                 self.routing_table.copy_blocks(on_device.block_copies)
         if header.counts.kept_states or header.counts.restored_states:

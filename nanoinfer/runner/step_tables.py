@@ -9,9 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nanoinfer import kernels
 from nanoinfer.engine.packet import Header, PacketSections, column
-from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
     KVCache,
@@ -19,10 +17,10 @@ from nanoinfer.layers.attention.metadata import (
     SharedPrefixes,
     cumulative_lens,
     ragged_indices,
-    slots_of,
 )
 from nanoinfer.layers.linear_attention.recurrent_states import RecurrentStates
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.ops.block_tables.spec import read_rows, slots_of
 
 PADDING_ROW = -1  # indexes the last row, a spare one whose context stays empty
 
@@ -121,18 +119,3 @@ class StepTables:
             rows=rows,
             windowed_attention=tuple(DecodeMetadata(slots, lens, blocks) for _, _, slots, lens, blocks in read[1:]),
         )
-
-
-@triton_on_cuda(lambda: kernels.read_rows.read_rows)
-def read_rows(
-    rows: Tensor, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the newest token of each row, its position and its slot, the row's context length and its block table.
-
-    rows: (num_rows,) int32. The rest are the tables. A row without tokens has position 0 and slot -1.
-    """
-    rows = rows.long()
-    lens, blocks = context_lens[rows], block_tables[rows]
-    positions = (lens - 1).clamp(min=0).long()
-    slots = torch.where(lens > 0, slots_of(block_tables, rows, positions, block_size), -1)
-    return token_ids[rows, positions], positions, slots, lens, blocks

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoinfer import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.triton_twins import triton_on_cuda
+from nanoinfer.ops.logits.spec import logit_statistics
 
 MAX_SCANNED = 20  # the kernel reads all logits once for each of the likeliest; to find more than so many, sorting wins
 
@@ -77,44 +76,3 @@ def compute_logprobs(
     if normalises:
         logprobs = found_logits - total_largest.unsqueeze(1) - total.log().unsqueeze(1)
     return LogprobsTensors(1 + num_better.sum(dim=0), found_ids, logprobs)
-
-
-@triton_on_cuda(lambda: kernels.logit_statistics.logit_statistics)
-def logit_statistics(
-    logits: Tensor, chosen_logits: Tensor, chosen_ids: Tensor, first_id: int, num_best: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the log-probabilities of rows follow from, where each has chosen a token.
-
-    logits: (num_rows, vocab shard) from id `first_id` on. chosen_logits: (num_rows,) float32. chosen_ids: (num_rows,)
-    int32, perhaps of another shard. num_best: at most the size of the shard.
-
-    The result: the largest logit and the sum of exp(logit - largest), (num_rows,) float32; how many tokens come before
-    the chosen one, (num_rows,) int32; the ids and logits of the `num_best` likeliest, (num_rows, num_best) int32 and
-    float32, in order. Of equal ones the lower id comes first. Of a row with NaN the sum is NaN, and the likeliest are
-    any valid ids; of one of -inf alone the sum is 0.
-    """
-    scores = logits.float()
-    ids = first_id + torch.arange(scores.shape[1], dtype=torch.int32, device=logits.device)
-    chosen, its_ids = chosen_logits.unsqueeze(1), chosen_ids.unsqueeze(1)
-    num_better = ((scores > chosen) | ((scores == chosen) & (ids < its_ids))).sum(dim=1, dtype=torch.int32)
-    largest = scores.amax(dim=1)
-    shift = largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(1)  # -inf - -inf is NaN
-    sums = (scores - shift).exp().sum(dim=1)
-    best_columns = _best_columns(scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf), num_best)
-    return largest, sums, num_better, ids[best_columns], scores.gather(1, best_columns)
-
-
-def _best_columns(scores: Tensor, num_best: int) -> Tensor:
-    """Return the columns of the `num_best` largest of each row in order, (num_rows, num_best); of equal ones the first.
-
-    What `topk` takes of equal ones is not said.
-    """
-    if num_best == 0:
-        return scores.new_zeros(len(scores), 0, dtype=torch.int64)
-    least = scores.topk(num_best, dim=1).values[:, -1:]
-    is_larger, is_equal = scores > least, scores == least
-    num_missing = num_best - is_larger.sum(dim=1, keepdim=True)
-    is_best = is_larger | (is_equal & (is_equal.cumsum(dim=1) <= num_missing))
-    columns = is_best.nonzero()[:, 1].view(-1, num_best)
-    order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
-    return columns.gather(1, order)

@@ -17,8 +17,8 @@ from torch import Tensor
 from nanoinfer.device import numbers_to_device, to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
+from nanoinfer.ops.logits.spec import forbid_tokens
 from nanoinfer.sampling.logits_processors import Stage
-from nanoinfer.sampling.token_bitmask import forbid_tokens
 
 
 class MaskSender:

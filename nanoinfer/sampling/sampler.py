@@ -22,8 +22,8 @@ from nanoinfer.engine.packet import SECTION_DTYPES, Header, PacketSections, colu
 from nanoinfer.engine.row_options import SamplingRecord
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.models.interface import Model
-from nanoinfer.sampling.filter_threshold import FILTERS, thresholds
-from nanoinfer.sampling.gumbel_max import sample_and_append, sample_and_append_across_ranks
+from nanoinfer.ops.filter_threshold.spec import FILTERS, thresholds
+from nanoinfer.ops.gumbel_max.spec import best_candidates, enter_tokens, sample_and_append
 from nanoinfer.sampling.logits_processors import LogitsProcessor, read_field, read_options, row_processors
 from nanoinfer.sampling.logprobs import MAX_SCANNED, LogprobsTensors, compute_logprobs
 from nanoinfer.sampling.mask_processors import GrammarProcessor, MaskSender, TokenSetProcessor, UserFunctionProcessor
@@ -269,3 +269,27 @@ def read_sampling_records(section: NDArray[np.int32]) -> list[SamplingRecord]:
     """Return the records of a host packet's section."""
     records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES.sampling_records)
     return [SamplingRecord._make(record) for record in records.tolist()]
+
+
+def sample_and_append_across_ranks(
+    logits: Tensor,
+    first_id: int,
+    tp: TensorParallel,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_ids: Tensor,
+    context_lens: Tensor,
+) -> Tensor:
+    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on.
+
+    Each rank draws its best candidate, the ranks exchange these, and every rank enters the winner. The result does not
+    depend on the number of ranks, except for rounding.
+    """
+    scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, context_lens)
+    gathered = tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_rows)
+    best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
+    ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
+    ids = torch.where((rows >= 0) & best.isfinite(), ids, -1)
+    enter_tokens(ids, rows, token_ids, context_lens)
+    return ids

@@ -15,7 +15,7 @@ from nanoinfer.distributed import tensor_parallel
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, copy
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.executor import parallel_runner, worker
-from nanoinfer.kernels.barrier import barrier
+from nanoinfer.ops.barrier.triton import barrier
 
 MAX_BYTES = 64 * 2**20  # of one rank, in one call
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
-from nanoinfer.layers import few_rows as layers
-from nanoinfer.layers.few_rows import few_rows_product
 from nanoinfer.models import few_rows_layer
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.few_rows.spec import few_rows_product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +55,7 @@ def in_float32(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
     if options["norm"] is not None:
         weight_of_norm, eps = options["norm"]
         wide["norm"] = weight_of_norm.float(), eps
-    return layers.few_rows_product.__wrapped__(x.float(), weight.float(), **wide)
+    return few_rows_product.__wrapped__(x.float(), weight.float(), **wide)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -66,7 +65,7 @@ def test_a_product_is_as_exact_as_its_twin(num_outputs: int, size: int, gated: b
     allowed, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     exact = in_float32(x, weight, options)
     torch.backends.cuda.matmul.allow_tf32 = allowed
-    twin = layers.few_rows_product.__wrapped__(x, weight, **options)
+    twin = few_rows_product.__wrapped__(x, weight, **options)
     result = few_rows_product(x, weight, **options)
     assert result.shape == (num_rows, num_outputs)
     error, twin_error = ((each.float() - exact).norm(dim=1) for each in (result, twin))
@@ -112,7 +111,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, max_few_rows: int, enforce_eager: b
     """Return what three greedy requests got in bfloat16, with the sums of their log-probabilities."""
     calls = []
     path = few_rows_layer.few_rows_product
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", max_few_rows)
+    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", max_few_rows)
     monkeypatch.setattr(
         few_rows_layer, "few_rows_product", lambda *args, **kwargs: calls.append(1) or path(*args, **kwargs)
     )

@@ -13,10 +13,10 @@ from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.ops.experts.spec import fp8_expert_mlp

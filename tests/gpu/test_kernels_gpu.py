@@ -14,20 +14,17 @@ from nanoinfer.device import host_array
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.engine.token_masks import RowMasks
-from nanoinfer.layers.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.layers.attention.attention_layer import norm_rope_store
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.block_copies import copy_tokens
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
 from nanoinfer.layers.linear import RowParallelLinear
-from nanoinfer.layers.soft_cap import cap_logits
+from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from nanoinfer.ops.block_tables.spec import copy_tokens, read_rows
+from nanoinfer.ops.filter_threshold.spec import thresholds
+from nanoinfer.ops.gumbel_max.spec import best_candidates, sample, sample_and_append
+from nanoinfer.ops.logits.spec import cap_logits, forbid_tokens, logit_statistics
 from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
-from nanoinfer.runner.step_tables import read_rows
-from nanoinfer.sampling.filter_threshold import thresholds
-from nanoinfer.sampling.gumbel_max import best_candidates, sample, sample_and_append
-from nanoinfer.sampling.logprobs import logit_statistics
 from nanoinfer.sampling.mask_processors import MaskSender
-from nanoinfer.sampling.token_bitmask import forbid_tokens
 from tests.attention_cases import (
     DECODE_CASES,
     PREFILL_CASES,

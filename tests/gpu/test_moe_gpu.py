@@ -9,8 +9,8 @@ from torch import Tensor
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.layers.shared_expert import gated_sum
 from nanoinfer.layers.sigmoid_router import SigmoidRouter
+from nanoinfer.ops.activations.spec import gated_sum
 from nanoinfer.ops.experts.spec import expert_mlp
 from nanoinfer.ops.norms.spec import add_rms_norm
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid

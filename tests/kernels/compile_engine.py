@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 
 from nanoinfer.device import computing
 from nanoinfer.kernels import triton_twins
-from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.ops import dispatch
 from nanoinfer.ops.common import device_properties, programmatic_launch
 
@@ -124,7 +123,7 @@ def select_backend(
 def run_steps(runner: Any, max_num_seqs: int) -> None:
     """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
     from nanoinfer.layers.attention import triton
-    from nanoinfer.layers.attention.block_copies import copy_cached_tokens
+    from nanoinfer.layers.attention.metadata import SharedPrefixes
     from nanoinfer.models.execution import compiling_few_rows
     from nanoinfer.runner.cuda_graphs import graph_sizes
     from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
@@ -140,7 +139,7 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 steps.decode(rows, None)
-            copy_cached_tokens(steps.state.kv_cache, torch.zeros(1, 3, dtype=torch.int32))
+            steps.state.kv_cache.copy_blocks(torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
                 compute_logprobs(steps.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
             if runner.limits.max_prefix_group_rows > 1:

@@ -3,18 +3,16 @@
 On a GPU: tests/gpu/test_few_rows_gpu.py.
 """
 
-import inspect
-
 import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import few_rows
+from nanoinfer.ops.few_rows import spec as few_rows
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import few_rows_product  # noqa: E402
-from nanoinfer.kernels.few_rows_product import Tiling  # noqa: E402
+from nanoinfer.ops.few_rows import triton as few_rows_kernels  # noqa: E402
+from nanoinfer.ops.few_rows.triton import Tiling  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
 pytestmark = [
@@ -42,14 +40,8 @@ def rows_amid_nan(num_rows: int, size: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(params=TILINGS, ids=str)
 def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tiling:
-    monkeypatch.setattr(few_rows_product, "choose_tiling", lambda *_: request.param)
+    monkeypatch.setattr(few_rows_kernels, "choose_tiling", lambda *_: request.param)
     return request.param
-
-
-def test_on_cuda_the_kernel_of_the_twins_name_runs_with_its_parameters() -> None:
-    twin, kernel = few_rows.few_rows_product, few_rows_product.few_rows_product
-    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
-    assert inspect.signature(kernel) == inspect.signature(twin)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +58,7 @@ def test_a_product_equals_its_twin(num_outputs: int, size: int, num_rows: int, t
     x, weight = rows_amid_nan(num_rows, size), randn(num_outputs, size, seed=1)
     norm = rows_amid_nan(1, size, seed=2)[0], 1e-6
     for its_norm in (None, norm):
-        result = few_rows_product.few_rows_product(x, weight, norm=its_norm)
+        result = few_rows_kernels.few_rows_product(x, weight, norm=its_norm)
         expected = few_rows.few_rows_product(x, weight, norm=its_norm)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
 
@@ -77,12 +69,12 @@ def test_the_tilings_that_are_chosen_fit_sizes_that_they_do_not_divide(
     num_rows: int, num_lines: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few of the lines, as the interpreter is slow."""
-    choose, few_lines = few_rows_product.choose_tiling, 16
-    monkeypatch.setattr(few_rows_product, "choose_tiling", lambda rows, _, *rest: choose(rows, num_lines, *rest))
+    choose, few_lines = few_rows_kernels.choose_tiling, 16
+    monkeypatch.setattr(few_rows_kernels, "choose_tiling", lambda rows, _, *rest: choose(rows, num_lines, *rest))
     x, norm = rows_amid_nan(num_rows, size), (randn(size, seed=2), 1e-6)
     weight = randn(few_lines, size, seed=1) * size**-0.5
     for gated in (False, True):
-        result = few_rows_product.few_rows_product(x, weight, norm=norm, gated=gated)
+        result = few_rows_kernels.few_rows_product(x, weight, norm=norm, gated=gated)
         expected = few_rows.few_rows_product(x, weight, norm=norm, gated=gated)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)
 
@@ -96,7 +88,7 @@ def test_what_is_fused_equals_separate_layers(
 ) -> None:
     """Whatever two of the four options are, they meet every tiling."""
     tiling = TILINGS[(has_bias + gated + has_residual + has_norm) % len(TILINGS)]
-    monkeypatch.setattr(few_rows_product, "choose_tiling", lambda *_: tiling)
+    monkeypatch.setattr(few_rows_kernels, "choose_tiling", lambda *_: tiling)
     num_rows, num_outputs, size = 3, 44, 344
     num_lines = 2 * num_outputs if gated else num_outputs
     x, weight = 3 * randn(num_rows, size + 8)[:, :size], randn(num_lines, size, seed=1) / 12  # rows out of wider ones
@@ -106,7 +98,7 @@ def test_what_is_fused_equals_separate_layers(
         "residual": randn(num_rows, num_outputs, seed=4) if has_residual else None,
         "gated": gated,
     }
-    result = few_rows_product.few_rows_product(x, weight, **options)
+    result = few_rows_kernels.few_rows_product(x, weight, **options)
     torch.testing.assert_close(result, few_rows.few_rows_product(x, weight, **options), rtol=1e-5, atol=1e-5)
 
 
@@ -114,7 +106,7 @@ def test_a_row_of_nan_or_of_zeros_leaves_the_others_alone(tiling: Tiling) -> Non
     x, weight, norm = randn(4, 96), randn(24, 96, seed=1), (randn(96, seed=2), 1e-6)
     expected = few_rows.few_rows_product(x, weight, norm=norm)
     x[1], x[2, 5] = 0.0, float("nan")
-    result = few_rows_product.few_rows_product(x, weight, norm=norm)
+    result = few_rows_kernels.few_rows_product(x, weight, norm=norm)
     torch.testing.assert_close(result[[0, 3]], expected[[0, 3]], rtol=1e-5, atol=1e-4)
     assert (result[1] == 0).all()
     assert result[2].isnan().all()
@@ -122,7 +114,7 @@ def test_a_row_of_nan_or_of_zeros_leaves_the_others_alone(tiling: Tiling) -> Non
 
 def test_16_bits_are_rounded_about_as_often_as_by_separate_layers(tiling: Tiling) -> None:
     x, weight, norm = randn(3, 128).half(), (randn(128, 128, seed=1) / 11).half(), randn(128, seed=2).half()
-    result = few_rows_product.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
+    result = few_rows_kernels.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
     assert result.dtype == torch.float16
     exact = few_rows.few_rows_product(x.float(), weight.float(), norm=(norm.float(), 1e-6), gated=True)
     twin = few_rows.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
@@ -130,4 +122,4 @@ def test_16_bits_are_rounded_about_as_often_as_by_separate_layers(tiling: Tiling
 
 
 def test_no_rows_give_no_rows() -> None:
-    assert few_rows_product.few_rows_product(randn(0, 64), randn(32, 64)).shape == (0, 32)
+    assert few_rows_kernels.few_rows_product(randn(0, 64), randn(32, 64)).shape == (0, 32)

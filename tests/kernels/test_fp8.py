@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import activation
+from nanoinfer.ops.activations import spec as activations
 from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
 from nanoinfer.ops.experts import spec as expert_spec
 from nanoinfer.ops.fp8 import spec as fp8
@@ -13,7 +13,7 @@ from nanoinfer.ops.norms import spec as norms
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import gated_activation  # noqa: E402
+from nanoinfer.ops.activations import triton as gated_activation  # noqa: E402
 from nanoinfer.ops.experts import triton as expert_kernels  # noqa: E402
 from nanoinfer.ops.fp8 import triton as fp8_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
@@ -96,7 +96,7 @@ def test_a_norm_in_fp8_is_the_norm_rounded(name: str, size: int, num_splits: int
 def test_gated_activations_in_fp8_are_rounded_as_their_twins_are(function: str, name: str, size: int) -> None:
     gate_up = 3 * randn(5, 2 * size)
     gate_up[2] = 0.0
-    kernel, twin = getattr(gated_activation, function), getattr(activation, function)
+    kernel, twin = getattr(gated_activation, function), getattr(activations, function)
     assert_equal_rows(kernel(gate_up, FORMATS[name]), fp8.quantize_rows(kernel(gate_up), FORMATS[name]))
     actual, expected = kernel(gate_up, FORMATS[name]), twin(gate_up, FORMATS[name])
     torch.testing.assert_close(dequantize_rows(actual), dequantize_rows(expected), rtol=0.13, atol=1e-3)

@@ -16,34 +16,32 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
-from nanoinfer.layers import activation, soft_cap
-from nanoinfer.layers.attention import attention_layer, block_copies, widened_blocks
+from nanoinfer.layers.attention import attention_layer, widened_blocks
 from nanoinfer.layers.linear_attention import delta_rule
+from nanoinfer.ops.activations import spec as activations
 from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
+from nanoinfer.ops.block_tables import spec as table_ops
 from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
+from nanoinfer.ops.filter_threshold import spec as filter_threshold
+from nanoinfer.ops.gumbel_max import spec as gumbel_max
+from nanoinfer.ops.gumbel_max.spec import sample
+from nanoinfer.ops.logits import spec as logit_ops
 from nanoinfer.ops.norms import spec as norms
-from nanoinfer.runner import step_tables
-from nanoinfer.sampling import filter_threshold, gumbel_max, logprobs, token_bitmask
-from nanoinfer.sampling.gumbel_max import sample
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
-from nanoinfer.kernels import filter_threshold as threshold_kernels  # noqa: E402
-from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
 from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
-from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
-from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
-from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
-from nanoinfer.kernels import soft_cap as soft_cap_kernels  # noqa: E402
 from nanoinfer.kernels import store_keys_values as store_kernels  # noqa: E402
-from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
 from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
-from nanoinfer.kernels.barrier import barrier  # noqa: E402
-from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.ops.activations import triton as gated_kernels  # noqa: E402
 from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: E402
+from nanoinfer.ops.barrier.triton import barrier  # noqa: E402
+from nanoinfer.ops.block_tables import triton as table_kernels  # noqa: E402
+from nanoinfer.ops.filter_threshold import triton as threshold_kernels  # noqa: E402
+from nanoinfer.ops.gumbel_max.triton import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.ops.logits import triton as logit_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
@@ -74,18 +72,8 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("twin", "kernels"),
     [
-        (activation.silu_and_mul, gated_kernels),
-        (activation.gelu_tanh_and_mul, gated_kernels),
-        (activation.gelu_and_mul, gated_kernels),
         (attention_layer.norm_rope_store, norm_rope_store_kernels),
         (attention_layer.store, store_kernels),
-        (gumbel_max.sample_and_append, sample_kernels),
-        (filter_threshold.thresholds, threshold_kernels),
-        (token_bitmask.forbid_tokens, bitmask_kernels),
-        (step_tables.read_rows, read_rows_kernels),
-        (block_copies.copy_tokens, copy_tokens_kernels),
-        (logprobs.logit_statistics, logit_statistics_kernels),
-        (soft_cap.cap_logits, soft_cap_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
         (delta_rule.gated_delta_step, gated_delta_step_kernels),
         (delta_rule.gated_delta_prefill, gated_delta_prefill_kernels),
@@ -384,7 +372,7 @@ EXP_OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_a_gated_activation_of_any_size_equals_its_twin(size: int, dtype: torch.dtype, name: str) -> None:
-    kernel, twin = getattr(gated_kernels, name), getattr(activation, name)
+    kernel, twin = getattr(gated_kernels, name), getattr(activations, name)
     for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
         unchanged = gate_up.clone()
         # In float32, PyTorch's GELU loses digits where the gate is nearly closed.
@@ -397,7 +385,7 @@ def test_a_gated_activation_of_any_size_equals_its_twin(size: int, dtype: torch.
 def test_gelu_by_the_error_function_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
     """Both lose digits where the gate is nearly closed."""
     for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
-        found, twin = (where.gelu_and_mul(gate_up) for where in (gated_kernels, activation))
+        found, twin = (where.gelu_and_mul(gate_up) for where in (gated_kernels, activations))
         assert found.dtype == twin.dtype
         torch.testing.assert_close(found, twin, rtol=4 * torch.finfo(gate_up.dtype).eps, atol=1e-5)
     assert gated_kernels.gelu_and_mul(torch.tensor([[-200.0, 200.0, 1.0, 2.0]])).tolist() == [[0.0, 400.0]]
@@ -418,15 +406,15 @@ def test_a_soft_cap_of_any_row_equals_its_twin_and_leaves_what_lies_between_rows
     whole = 40 * randn(3, size + 5, dtype=dtype)
     whole[0, 0], whole[1, 0], whole[2, 0] = math.nan, math.inf, -math.inf
     expected = whole.clone()
-    soft_cap.cap_logits(expected[:, :size], 30.0)
-    capped = soft_cap_kernels.cap_logits(whole[:, :size], 30.0)
+    logit_ops.cap_logits(expected[:, :size], 30.0)
+    capped = logit_kernels.cap_logits(whole[:, :size], 30.0)
     torch.testing.assert_close(capped, expected[:, :size], rtol=4 * torch.finfo(dtype).eps, atol=1e-5, equal_nan=True)
     assert capped[:, 0].tolist()[1:] == [30.0, -30.0]
     assert torch.equal(whole[:, size:], expected[:, size:])
 
 
 def test_a_soft_cap_of_no_rows_is_none() -> None:
-    assert soft_cap_kernels.cap_logits(randn(0, 7), 30.0).shape == (0, 7)
+    assert logit_kernels.cap_logits(randn(0, 7), 30.0).shape == (0, 7)
 
 
 # --- norm_rope_store ---
@@ -700,7 +688,7 @@ def test_a_draw_above_thresholds_equals_its_twin() -> None:
 
 # --- forbid_tokens ---
 
-MASK_TILE = bitmask_kernels.TILE_GROUPS * bitmask_kernels.GROUP_SIZE.value
+MASK_TILE = logit_kernels.TILE_GROUPS * logit_kernels.GROUP_SIZE.value
 
 
 def random_masks(num_masks: int, num_words: int) -> Tensor:
@@ -721,10 +709,10 @@ def test_forbidding_tokens_equals_its_twin_to_the_bit(num_ids: int, first_id: in
     expected = padded.clone()
     bits = random_masks(3, (first_id + num_ids) // 32 + 2)[:, :-1]
     lines = torch.tensor([3, 0, 1])
-    bitmask_kernels.forbid_tokens(padded[:, :num_ids], lines, bits, first_id)
-    token_bitmask.forbid_tokens.__wrapped__(expected[:, :num_ids], lines, bits, first_id)
+    logit_kernels.forbid_tokens(padded[:, :num_ids], lines, bits, first_id)
+    logit_ops.forbid_tokens.__wrapped__(expected[:, :num_ids], lines, bits, first_id)
     assert torch.equal(padded.view(torch.uint8), expected.view(torch.uint8))
-    bitmask_kernels.forbid_tokens(padded, lines[:0], bits[:0])
+    logit_kernels.forbid_tokens(padded, lines[:0], bits[:0])
     assert torch.equal(padded.view(torch.uint8), expected.view(torch.uint8)), "no mask, no change"
 
 
@@ -736,7 +724,7 @@ def test_forbidding_tokens_refuses_what_it_would_misread() -> None:
         (randn(1, 60), bits, 16, "first_id=16 lies within a word"),
     ):
         with pytest.raises(AssertionError, match=message):
-            bitmask_kernels.forbid_tokens(logits, lines, mask, first_id)
+            logit_kernels.forbid_tokens(logits, lines, mask, first_id)
 
 
 # --- thresholds ---
@@ -843,9 +831,7 @@ def test_rows_are_read_as_their_twin_reads_them(max_blocks: int) -> None:
     context_lens = torch.tensor([1, 16, 16 * max_blocks, 9, 3, 0], dtype=torch.int32)
     rows = torch.tensor([[2, 7], [-1, 7], [0, 7], [1, 7], [-1, 7]], dtype=torch.int32)[:, 0]  # out of wider lines
     arguments = rows, token_ids, context_lens, block_tables, 16
-    for actual, expected in zip(
-        read_rows_kernels.read_rows(*arguments), step_tables.read_rows(*arguments), strict=True
-    ):
+    for actual, expected in zip(table_kernels.read_rows(*arguments), table_ops.read_rows(*arguments), strict=True):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
 
@@ -859,8 +845,8 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
     cache = (100 * randn(2, 7, 3, 48, *sizes)).to(dtype)
     copies = torch.tensor([[5, 0, 47], [5, 1, 1], [2, 6, 33], [3, 4, 0]], dtype=torch.int32)
     actual, expected = cache.clone(), cache.clone()
-    copy_tokens_kernels.copy_tokens(actual, copies)
-    block_copies.copy_tokens(expected, copies)
+    table_kernels.copy_tokens(actual, copies)
+    table_ops.copy_tokens(expected, copies)
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, cache)
     assert torch.equal(actual[:, 0, :, :47], cache[:, 5, :, :47])
@@ -882,8 +868,8 @@ def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtyp
     chosen_ids = torch.tensor([0, 502, 501, 500 + size // 2, 507, 10**6, 499 + size], dtype=torch.int32)
     chosen_logits = logits.float().gather(1, (chosen_ids.long() - first_id).clamp(0, size - 1)[:, None])[:, 0]
     arguments = logits, chosen_logits, chosen_ids, first_id, num_best
-    actual = logit_statistics_kernels.logit_statistics(*arguments)
-    expected = logprobs.logit_statistics.__wrapped__(*arguments)
+    actual = logit_kernels.logit_statistics(*arguments)
+    expected = logit_ops.logit_statistics.__wrapped__(*arguments)
     for mine, its in zip(actual, expected, strict=True):
         assert mine.dtype == its.dtype
     largest, sums, *exact = zip(actual, expected, strict=True)
@@ -895,7 +881,7 @@ def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtyp
 def test_a_token_of_another_shard_that_cannot_come_has_all_of_this_one_before_it() -> None:
     """Its logit is that of the places behind the last id, which are no tokens."""
     arguments = randn(1, 1000), torch.tensor([-math.inf]), torch.tensor([5000], dtype=torch.int32), 0, 1
-    for statistics in (logit_statistics_kernels.logit_statistics, logprobs.logit_statistics.__wrapped__):
+    for statistics in (logit_kernels.logit_statistics, logit_ops.logit_statistics.__wrapped__):
         assert statistics(*arguments)[2].tolist() == [1000]
 
 
@@ -903,6 +889,6 @@ def test_statistics_of_logits_with_nan_are_nan_and_name_tokens_that_there_are() 
     logits = randn(2, 5000)
     logits[0, 4999] = logits[1] = math.nan
     chosen_ids = torch.zeros(2, dtype=torch.int32)
-    _, sums, _, best_ids, _ = logit_statistics_kernels.logit_statistics(logits, logits[:, 0].clone(), chosen_ids, 0, 3)
+    _, sums, _, best_ids, _ = logit_kernels.logit_statistics(logits, logits[:, 0].clone(), chosen_ids, 0, 3)
     assert sums.isnan().all()
     assert ((best_ids >= 0) & (best_ids < 5000)).all()

@@ -1,20 +1,16 @@
 """The mixture-of-experts kernels in Triton's interpreter, against their specifications. On a GPU: tests/gpu."""
 
-import inspect
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers import shared_expert
+from nanoinfer.ops.activations.spec import gated_sum
 from nanoinfer.ops.experts.spec import expert_mlp
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import shared_expert_gate as gate_kernels  # noqa: E402
+from nanoinfer.ops.activations import triton as activation_kernels  # noqa: E402
 from nanoinfer.ops.experts import triton as expert_kernels  # noqa: E402
 from nanoinfer.ops.routing import triton as routing_kernels  # noqa: E402
 from nanoinfer.ops.routing.triton import max_tiles, plan_tiles, tile_rows  # noqa: E402
@@ -28,20 +24,6 @@ NAN = float("nan")
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.parametrize(
-    ("twin", "kernels"),
-    [
-        (shared_expert.gated_sum, gate_kernels),
-    ],
-)
-def test_on_cuda_the_layer_runs_the_kernel_of_its_name_with_its_parameters(
-    twin: Callable[..., object], kernels: ModuleType
-) -> None:
-    kernel = getattr(kernels, twin.__name__)
-    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
-    assert inspect.signature(kernel) == inspect.signature(twin)
 
 
 # --- route, route_by_sigmoid ---
@@ -274,8 +256,8 @@ def test_the_gated_sum_of_a_shared_expert_equals_its_specification(
 ) -> None:
     terms, hidden = randn(num_terms, 5, size, dtype=dtype), randn(5, size + 8, seed=1, dtype=dtype)[:, :size]
     gate = randn(1, size, seed=2, dtype=dtype) / size**0.5
-    out = gate_kernels.gated_sum(terms, hidden, gate)
-    expected = shared_expert.gated_sum(terms, hidden, gate)
+    out = activation_kernels.gated_sum(terms, hidden, gate)
+    expected = gated_sum(terms, hidden, gate)
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, rtol=1e-5 if dtype == torch.float32 else 1e-3, atol=1e-5)
-    assert gate_kernels.gated_sum(terms[:, :0], hidden[:0], gate).shape == (1, 0, size)
+    assert activation_kernels.gated_sum(terms[:, :0], hidden[:0], gate).shape == (1, 0, size)

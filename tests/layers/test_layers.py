@@ -17,7 +17,6 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels import triton_twins as kernel
 from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.attention import backend_selection, torch_reference
 from nanoinfer.layers.attention.attention_layer import Attention, store
 from nanoinfer.layers.attention.backend import AttentionSpec
@@ -33,6 +32,7 @@ from nanoinfer.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanoinfer.ops.activations.spec import silu_and_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -1,4 +1,4 @@
-"""The path of decoder layers for steps of few rows, on a CPU with the twins of its kernels: same tokens, same cache."""
+"""The path of decoder layers for steps of few rows, on a CPU by their specifications: same tokens, same cache."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from nanoinfer import LLM
-from nanoinfer.layers import few_rows as layers
-from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.models import execution, few_rows_layer
 from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 COMMON = ("Llama", "Ministral3", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
@@ -32,7 +31,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
     note(few_rows_layer, "few_rows_product")
-    monkeypatch.setattr(execution, "few_rows_kernels_serve", lambda num_rows, _: 0 < num_rows <= layers.MAX_FEW_ROWS)
+    monkeypatch.setattr(
+        execution, "few_rows_kernels_serve", lambda num_rows, _: 0 < num_rows <= few_rows_layer.MAX_FEW_ROWS
+    )
     return names
 
 
@@ -59,10 +60,10 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     """Batches of three rows and of fewer, so that a request's steps go through both paths."""
     folder, prompts = checkpoint(architecture, 0, **overrides), draw_prompts(0, (29, 1, 40, 20))
     options = {"max_num_seqs": 3, "kvcache_block_size": 16, "max_model_len": 112}
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 0)
     expected = generate(folder, prompts, **options)
     assert not calls
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", max_few_rows)
+    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", max_few_rows)
     assert generate(folder, prompts, **options) == expected
     assert "few_rows_product" in calls
 
@@ -77,9 +78,9 @@ def test_every_architecture_gives_the_same_tokens_with_few_rows(
     """By the fast way where its layers are as that computes them, else by the common one."""
     folder, prompts = checkpoint(architecture, 1), draw_prompts(0, (29, 1))
     options = {"max_num_seqs": 2, "kvcache_block_size": 16, "max_model_len": 112}
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 0)
     expected = generate(folder, prompts, **options)
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 2)
+    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 2)
     assert generate(folder, prompts, **options) == expected
     if architecture not in ("GraniteForCausalLM", "Qwen3MoeForCausalLM"):  # which may be drawn as common ones
         assert bool(calls) == (architecture.removesuffix("ForCausalLM") in COMMON)
@@ -137,7 +138,7 @@ def test_the_products_of_each_size_are_compiled_ahead(
 ) -> None:
     with LLM(checkpoint(architecture, 0, **overrides), device="cpu", max_model_len=64) as llm:
         decoder = llm.engine.runner.model.model
-    with execution.compiling_few_rows(decoder, [1, 2, layers.MAX_FEW_ROWS + 1, 100]):
+    with execution.compiling_few_rows(decoder, [1, 2, few_rows_layer.MAX_FEW_ROWS + 1, 100]):
         pass
     assert calls == ["few_rows_product"] * 2 * num_products
 
@@ -158,21 +159,21 @@ def test_a_kernel_that_does_not_compile_is_an_error(
 
 
 def test_a_cpu_has_no_such_path() -> None:
-    assert layers.MAX_FEW_ROWS > 0
+    assert few_rows_layer.MAX_FEW_ROWS > 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert not layers.few_rows_kernels_serve(1, torch.zeros(9, 8, dtype=dtype))
+        assert not few_rows_layer.few_rows_kernels_serve(1, torch.zeros(9, 8, dtype=dtype))
 
 
 def test_wide_models_have_fewer_of_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "overlap_options", lambda device: {"OVERLAP": True})
-    monkeypatch.setattr(layers, "import_error", lambda name: None)
+    monkeypatch.setattr(few_rows_layer, "overlap_options", lambda device: {"OVERLAP": True})
+    monkeypatch.setattr(few_rows_layer, "import_error", lambda name: None)
 
     def numbers_of_rows(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:
         embeddings = torch.zeros(9, hidden_size, dtype=dtype)
-        return [rows for rows in range(9) if layers.few_rows_kernels_serve(rows, embeddings)]
+        return [rows for rows in range(9) if few_rows_layer.few_rows_kernels_serve(rows, embeddings)]
 
     assert numbers_of_rows(2048) == [1, 2, 3, 4]
     assert numbers_of_rows(4096) == [1, 2]
     assert numbers_of_rows(2048, torch.float16) == numbers_of_rows(2048, torch.float32) == []
-    monkeypatch.setattr(layers, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 0)
     assert numbers_of_rows(4096) == []

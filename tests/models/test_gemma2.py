@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.layers.soft_cap import cap_logits
 from nanoinfer.models import REGISTRY
+from nanoinfer.ops.logits.spec import cap_logits
 from tests.models.test_architectures import checkpoint, draw_prompts
 
 __all__ = ["checkpoint"]  # a fixture

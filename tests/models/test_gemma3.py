@@ -16,11 +16,11 @@ from nanoinfer.checkpoint.rope_config import RopeConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.activation import gelu_tanh_and_mul
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import REGISTRY
 from nanoinfer.models.gemma3 import Gemma3Embedding
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

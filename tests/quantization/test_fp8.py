@@ -12,10 +12,10 @@ from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
 from nanoinfer.ops.experts.spec import fp8_expert_mlp

@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.sampling.gumbel_max import (
-    GROUP_SIZE,
-    best_candidates,
-    sample,
-    sample_and_append,
-    sample_and_append_across_ranks,
-)
-from nanoinfer.sampling.philox import exponential, philox
+from nanoinfer.ops.gumbel_max.spec import GROUP_SIZE, best_candidates, exponential, philox, sample, sample_and_append
+from nanoinfer.sampling.sampler import sample_and_append_across_ranks
 
 MASK32 = 0xFFFFFFFF
 

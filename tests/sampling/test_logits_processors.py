@@ -21,8 +21,8 @@ from transformers import (
 
 from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections
 from nanoinfer.engine.row_options import NEUTRAL, SamplingRecord
-from nanoinfer.sampling.filter_threshold import FILTERS, thresholds
-from nanoinfer.sampling.gumbel_max import sample, sample_and_append
+from nanoinfer.ops.filter_threshold.spec import FILTERS, thresholds
+from nanoinfer.ops.gumbel_max.spec import sample, sample_and_append
 from nanoinfer.sampling.logits_processors import LogitBias, penalise, row_processors
 from nanoinfer.sampling.logprobs import compute_logprobs
 from nanoinfer.sampling_params import SamplingParams

@@ -17,9 +17,9 @@ from nanoinfer.engine.packet import pack, read_header, split_packet
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
+from nanoinfer.ops.logits.spec import forbid_tokens
 from nanoinfer.sampling.logprobs import PositionLogprobs
 from nanoinfer.sampling.sampler import NUM_COPIES, NUM_MASKS, ROWS_AT_ONCE, Sampled, Sampler
-from nanoinfer.sampling.token_bitmask import forbid_tokens
 
 VOCAB_SIZE = 100  # fills the last word of a mask in part
 GREEDY = SamplingParams(temperature=0)

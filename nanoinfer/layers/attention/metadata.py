@@ -10,6 +10,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from nanoinfer.ops.block_tables.spec import copy_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -58,6 +60,15 @@ class KVCache:
         k_scales = None if self.k_scales is None else self.k_scales[index]
         v_scales = None if self.v_scales is None else self.v_scales[index]
         return LayerCache(self.k[index], self.v[index], k_scales, v_scales)
+
+    def copy_blocks(self, copies: Tensor) -> None:
+        """Copy the keys and values of a block's first tokens to other blocks, where a prompt parts from a cached one.
+
+        copies: (num_copies, 3), as `BlockCopy`.
+        """
+        for tensor in (self.k, self.v, self.k_scales, self.v_scales):
+            if tensor is not None:
+                copy_tokens(tensor, copies)
 
 
 def cumulative_lens(lens: Tensor) -> Tensor:
@@ -147,8 +158,3 @@ def ragged_indices(cu_lens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     segments = torch.arange(len(cu_lens) - 1, device=cu_lens.device)
     segments = segments.repeat_interleave(cu_lens.diff(), output_size=total)
     return segments, torch.arange(total, device=cu_lens.device) - cu_lens[segments]
-
-
-def slots_of(block_tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Return block_id * block_size + offset of each position, (num_tokens,) int64."""
-    return block_tables[rows, positions // block_size].long() * block_size + positions % block_size

@@ -17,7 +17,6 @@ from nanoinfer.checkpoint.encoder_config import EncoderConfig
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.rope_config import RopeConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.activation import gelu_and_mul
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -29,6 +28,7 @@ from nanoinfer.models.decoder_spec import LayerTraits
 from nanoinfer.models.encoders.layers import ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.native_model import NativeModel
+from nanoinfer.ops.activations.spec import gelu_and_mul
 
 
 def encoder_config(config: ModelConfig) -> EncoderConfig:

@@ -1,14 +1,15 @@
-"""Reads the newest token of each row of a decode step, and where its key and value go, in one kernel.
+"""Reads a decode step's rows of the tables in one kernel, and copies tokens between blocks of the KV cache.
 
-It stands in for about 15 small kernels of PyTorch, which are 4% of a step with one row. Twin: `runner/step_tables.py`.
+`read_rows` stands in for about 15 small kernels of PyTorch, which are 4% of a step with one row.
 """
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
+
+CHUNK = 4096  # values that a program of `copy_tokens` copies at once
 
 
 @triton.jit
@@ -46,15 +47,7 @@ def _read_rows_kernel(
         tl.store(blocks_ptr + line.to(tl.int64) * max_blocks + column, block_ids, mask=column < max_blocks)
 
 
-def read_rows(
-    rows: Tensor, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the newest token of each row, its position and its slot, the row's context length and its block table.
-
-    rows: (num_rows,) int32; -1 is the last row. The rest are the tables of `StepTables`, contiguous. The result:
-    (num_rows,) int32, int64, int64 and int32, and (num_rows, max_blocks) int32. A row without tokens has position 0 and
-    slot -1.
-    """
+def read_rows(rows, token_ids, context_lens, block_tables, block_size):
     num_rows, max_blocks = len(rows), block_tables.shape[1]
     newest, lens = (torch.empty(num_rows, dtype=torch.int32, device=rows.device) for _ in range(2))
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=rows.device) for _ in range(2))
@@ -79,3 +72,40 @@ def read_rows(
             num_warps=1,
         )
     return newest, positions, slots, lens, blocks
+
+
+@triton.jit
+def _copy_tokens_kernel(
+    cache_ptr,
+    copies_ptr,
+    copies_stride,
+    num_heads,
+    layer_stride,
+    block_stride,
+    head_stride,
+    SIZE: tl.constexpr,  # values of a token
+    CHUNK: tl.constexpr,
+):
+    copy_ptr = copies_ptr + tl.program_id(0) * copies_stride
+    source, target = tl.load(copy_ptr).to(tl.int64), tl.load(copy_ptr + 1).to(tl.int64)
+    layer, head = (tl.program_id(1) // num_heads).to(tl.int64), tl.program_id(1) % num_heads
+    head_ptr = cache_ptr + layer * layer_stride + head * head_stride
+    index = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    is_copied = index < tl.load(copy_ptr + 2) * SIZE
+    values = tl.load(head_ptr + source * block_stride + index, mask=is_copied)
+    tl.store(head_ptr + target * block_stride + index, values, mask=is_copied)
+
+
+def copy_tokens(cache, copies):
+    num_layers, _, num_heads, block_size = cache.shape[:4]
+    _copy_tokens_kernel[(len(copies), num_layers * num_heads, triton.cdiv(cache.stride(2), CHUNK))](
+        cache,
+        copies,
+        copies.stride(0),
+        num_heads,
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        SIZE=cache.stride(2) // block_size,
+        CHUNK=CHUNK,
+    )

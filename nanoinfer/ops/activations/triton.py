@@ -1,4 +1,4 @@
-"""The gated activations of the MLP, SwiGLU and GeGLU, in one pass over memory. Twins: `layers/activation.py`."""
+"""Gated activations, and the gate of a shared expert with the sum that it scales: each in one pass over memory."""
 
 import triton
 import triton.language as tl
@@ -9,6 +9,7 @@ from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.fp8.triton import MAX_TILE, store_rounded, tile_of_row
+from nanoinfer.ops.norms.triton import num_warps
 
 
 @triton.jit
@@ -45,21 +46,15 @@ def _gated_activation_kernel(
         store_rounded(out, first, end, out_ptr + row * size, row_scales, static_scale_ptr, GROUP, TILE)
 
 
-def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
-    """Return silu(gate) * up, (num_tokens, size). gate_up: (num_tokens, 2 * size), gate first, rows contiguous.
-
-    out_format: how the result is rounded to 8 bits, in groups or by a static scale; None: it is not.
-    """
+def silu_and_mul(gate_up, out_format=None):
     return _launch(gate_up, out_format)
 
 
-def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
-    """Return gelu(gate) * up, (num_tokens, size), by the tanh approximation of GELU. The rest: as for silu_and_mul."""
+def gelu_tanh_and_mul(gate_up, out_format=None):
     return _launch(gate_up, out_format, is_gelu=True)
 
 
-def gelu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
-    """Return gelu(gate) * up, (num_tokens, size), by the error function. The rest: as for silu_and_mul."""
+def gelu_and_mul(gate_up, out_format=None):
     return _launch(gate_up, out_format, is_gelu=True, is_exact=True)
 
 
@@ -92,3 +87,57 @@ def _launch(
             **overlap_options(gate_up.device),
         )
     return out if rows is None else rows
+
+
+@triton.jit
+def _gated_sum_kernel(
+    terms_ptr,
+    hidden_ptr,
+    gate_weight_ptr,
+    out_ptr,
+    term_stride,
+    term_row_stride,
+    hidden_row_stride,
+    num_terms: tl.constexpr,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,  # size, rounded up to a power of two
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    mask = column < size
+    weight = tl.load(gate_weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # no kernel writes it
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    hidden = tl.load(hidden_ptr + row * hidden_row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    gate = 1.0 / (1.0 + tl.exp(-tl.sum(hidden * weight, axis=0)))
+    total = tl.zeros((SIZE,), tl.float32)
+    for term in tl.static_range(num_terms):
+        term_ptrs = terms_ptr + term * term_stride + row * term_row_stride + column
+        total += tl.load(term_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (total * gate).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def gated_sum(terms, hidden, gate_weight):
+    num_terms, num_tokens, size = terms.shape
+    for name, tensor in (("terms", terms), ("hidden", hidden), ("gate_weight", gate_weight)):
+        assert tensor.stride(-1) == 1, f"the rows of {name} must be contiguous, strides {tensor.stride()}"
+    out = hidden.new_empty(1, num_tokens, size)
+    padded_size = next_power_of_2(size)
+    if num_tokens > 0:
+        _gated_sum_kernel[(num_tokens,)](
+            terms,
+            hidden,
+            gate_weight,
+            out,
+            terms.stride(0),
+            terms.stride(1),
+            hidden.stride(0),
+            num_terms=num_terms,
+            size=size,
+            SIZE=padded_size,
+            num_warps=num_warps(padded_size),
+            **overlap_options(terms.device),
+        )
+    return out

@@ -1,4 +1,4 @@
-"""A barrier for the ranks' GPUs that runs beside matrix products; see `distributed/copy_engines.py`.
+"""A barrier for the GPUs of all ranks that runs beside matrix products: see `CopyEngines`. It has no specification.
 
 One warp with few registers finds room where a matrix product takes almost all of a multiprocessor. What needs more
 would wait until the product ends.

@@ -1,8 +1,8 @@
 """Min-p, top-k and top-p filtering without a sort: finds the lowest logit that each row may still sample.
 
-The PyTorch twin is `thresholds` in `sampling/filter_threshold.py`. Each filter keeps the tokens from some logit up, so
-all three together are one threshold. It is found by bisection over the bits of the logits as integers (see `_keys`),
-which takes 16 steps for a 16-bit logit. The work is split over three kernels, so that a step need not read all logits:
+Each filter keeps the tokens from some logit up, so all three together are one threshold. It is found by bisection over
+the bits of the logits as integers (see `_keys`), which takes 16 steps for a 16-bit logit. The work is split over three
+kernels, so that a step need not read all logits:
 
 1. `_group_kernel` takes the maximum of each group of 64 neighbouring logits.
 2. `_candidates_kernel` bisects over these maxima, which gives a lower bound of the threshold: at least k groups have a
@@ -15,14 +15,13 @@ Groups without a logit that min-p allows drop out too, as do those that a gramma
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
 
 GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))
 INF = tl.constexpr(float("inf"))
-# A row's limits, in the order of the twin.
+# A row's limits, in the order of the specification.
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NUM_LIMITS = tl.constexpr(4)
 # What `_candidates_kernel` finds for a row, as int32.
@@ -229,8 +228,7 @@ def _threshold_kernel(
     tl.store(out_ptr + line, threshold)
 
 
-def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
-    """Do what the twin in `sampling/filter_threshold.py` does; the logits of a row must be contiguous."""
+def thresholds(logits, limits):
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     assert limits.stride() == (NUM_LIMITS.value, 1), (

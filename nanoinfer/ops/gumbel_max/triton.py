@@ -1,4 +1,4 @@
-"""Draws one token for each row straight from the logits, and enters it in the tables. Twin: sampling/gumbel_max.py.
+"""Draws one token for each row straight from the logits, and enters it in the tables.
 
 argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954), so nothing is
 normalised, sorted or copied. The largest noisy logit of a group of ids is itself the group's logsumexp plus Gumbel
@@ -136,25 +136,13 @@ def _best_id_kernel(
         tl.store(out_ptr + line, -1)
 
 
-def sample_and_append(
-    logits: Tensor,
-    thresholds: Tensor | None,
-    rows: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    token_ids: Tensor,
-    context_lens: Tensor,
-) -> Tensor:
-    """Do as `sample_and_append` in `sampling/gumbel_max.py`; the logits of a row must be contiguous."""
+def sample_and_append(logits, thresholds, rows, temperatures, seeds, token_ids, context_lens):
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     _launch(logits, 0, thresholds, (rows, temperatures, seeds, context_lens), ids, token_ids=token_ids)
     return ids
 
 
-def best_candidates(
-    logits: Tensor, first_id: int, rows: Tensor, temperatures: Tensor, seeds: Tensor, context_lens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Do as `best_candidates` in `sampling/gumbel_max.py`; the logits of a row must be contiguous."""
+def best_candidates(logits, first_id, rows, temperatures, seeds, context_lens):
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     scores = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _launch(logits, first_id, None, (rows, temperatures, seeds, context_lens), ids, scores=scores)

@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from nanoinfer import kernels
-from nanoinfer.kernels.triton_twins import triton_on_cuda
+from nanoinfer.ops.dispatch import op
 
 SORTED_ROWS = 32  # at once
 FILTERS = ("top_k", "top_p", "min_p")  # the options of a row, in the order of the limits
 
 
-@triton_on_cuda(lambda: kernels.filter_threshold.thresholds)
+@op
 def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     """Return the lowest logit that each row may draw, (num_rows,) float32; -inf where all are allowed.
 
@@ -19,8 +18,8 @@ def thresholds(logits: Tensor, limits: Tensor) -> Tensor:
     top_k keeps the k largest logits. top_p keeps the fewest tokens that have this share of what both have left
     (Holtzman et al. 2020). Ties with the last one kept are kept.
 
-    logits: (num_rows, vocab_size). limits: (num_rows, 4) float32, each row's temperature (0 is greedy and needs no
-    threshold), then its FILTERS: top_k (0: off), top_p (1: off) and min_p (0: off).
+    logits: (num_rows, vocab_size), rows contiguous. limits: (num_rows, 4) float32, contiguous, each row's temperature
+    (0 is greedy and needs no threshold), then its FILTERS: top_k (0: off), top_p (1: off) and min_p (0: off).
     """
     lowest = torch.full((len(logits),), -torch.inf, dtype=torch.float32, device=logits.device)
     for some in limits[:, 0].nonzero().squeeze(1).split(SORTED_ROWS):

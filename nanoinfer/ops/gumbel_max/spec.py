@@ -1,22 +1,23 @@
-"""The draw of a token by the Gumbel-max trick, in plain PyTorch: the specification of `kernels/gumbel_max.py`.
+"""The draw of a token by the Gumbel-max trick, with noise from the Philox random number generator.
 
 argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954). It is found
-hierarchically: first the group of ids, then the id in it (Maddison et al. 2014, "A* sampling").
+hierarchically: first the group of ids, then the id in it (Maddison et al. 2014, "A* sampling"). A random number depends
+on its key and counters alone, so the order of draws and the batch do not matter.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
-from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.sampling.philox import exponential, philox
+from nanoinfer.ops.dispatch import op
 
 GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in the kernel
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MASK32 = 0xFFFFFFFF
 
 
-@triton_on_cuda(lambda: kernels.gumbel_max.sample_and_append)
+@op
 def sample_and_append(
     logits: Tensor,
     thresholds: Tensor | None,
@@ -30,58 +31,35 @@ def sample_and_append(
 
     A row with NaN or infinity among its logits yields -1, and enters 0 in the table.
 
-    logits: (num_rows, vocab_size). thresholds: (num_rows,) float32, the lowest logit that each row may draw, or None.
-    rows: (num_rows,) int64, rows of the tables; one of -1 is skipped and yields -1 (it indexes the last row, which must
-    be a spare one). Tables: temperatures (table_rows,) float32, seeds (table_rows,) int64, token_ids (table_rows,
-    max_tokens) int32 and context_lens (table_rows,) int32, the number of known tokens: the column of the new one.
+    logits: (num_rows, vocab_size), rows contiguous. thresholds: (num_rows,) float32, the lowest logit that each row may
+    draw, or None. rows: (num_rows,) int64, rows of the tables; one of -1 is skipped and yields -1 (it indexes the last
+    row, which must be a spare one). Tables: temperatures (table_rows,) float32, seeds (table_rows,) int64, token_ids
+    (table_rows, max_tokens) int32 and context_lens (table_rows,) int32, the number of known tokens: the column of the
+    new one.
     """
     if thresholds is not None:
         logits = logits.float()
         logits = torch.where(logits < thresholds.unsqueeze(1), -torch.inf, logits)  # NaN stays NaN
     ids = torch.where(rows >= 0, sample(logits, temperatures[rows], seeds[rows], context_lens[rows]), -1)
-    _append(ids, rows, token_ids, context_lens)
+    enter_tokens(ids, rows, token_ids, context_lens)
     return ids
 
 
-def sample_and_append_across_ranks(
-    logits: Tensor,
-    first_id: int,
-    tp: TensorParallel,
-    rows: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    token_ids: Tensor,
-    context_lens: Tensor,
-) -> Tensor:
-    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on.
-
-    Each rank draws its best candidate, the ranks exchange these, and every rank enters the winner. The result does not
-    depend on the number of ranks, except for rounding.
-    """
-    scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, context_lens)
-    gathered = tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_rows)
-    best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
-    ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
-    ids = torch.where((rows >= 0) & best.isfinite(), ids, -1)
-    _append(ids, rows, token_ids, context_lens)
-    return ids
-
-
-@triton_on_cuda(lambda: kernels.gumbel_max.best_candidates)
+@op
 def best_candidates(
     logits: Tensor, first_id: int, rows: Tensor, temperatures: Tensor, seeds: Tensor, context_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the noisy score, float32, and the id, int32, of the winner in a vocabulary shard: (num_rows,) each.
 
-    The shard begins with id `first_id`. The score is infinite where the shard has NaN or infinity. Rows of -1 may
-    yield anything.
+    The shard begins with id `first_id`. Its rows are contiguous. The score is infinite where the shard has NaN or
+    infinity. Rows of -1 may yield anything.
     """
     scores, ids = _noisy_best(logits, first_id, temperatures[rows], seeds[rows], context_lens[rows])
     return scores, ids.int()
 
 
-def _append(ids: Tensor, rows: Tensor, token_ids: Tensor, context_lens: Tensor) -> None:
-    """Enter the drawn ids in the tables."""
+def enter_tokens(ids: Tensor, rows: Tensor, token_ids: Tensor, context_lens: Tensor) -> None:
+    """Enter the drawn ids, (num_rows,), in the tables, which are those of `sample_and_append`; -1 is entered as 0."""
     positions = context_lens[rows]
     token_ids[rows, positions.long()] = ids.clamp(min=0)
     context_lens[rows] = positions + (rows >= 0)
@@ -128,3 +106,22 @@ def _noisy_best(
     scores = scores.take_along_dim(group.unsqueeze(2), dim=1).squeeze(1) + temperatures * noise
     best = first_id + ids.gather(1, scores.argmax(1, keepdim=True))
     return best_score.squeeze(1), best.squeeze(1)
+
+
+def exponential(bits: Tensor) -> Tensor:
+    """Turn 32 random bits into a standard exponential number, float32; its -log is standard Gumbel noise."""
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)  # log(1 - u) is coarse where u is small, which is where the winners are
+
+
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return Philox-4x32-10 (Salmon et al. 2011) of the counters (c0, c1, c2, 0): four 32-bit numbers, as int64."""
+    key0, key1 = seed & MASK32, (seed >> 32) & MASK32
+    c3 = torch.zeros_like(c2)
+    for _ in range(10):
+        # The products may pass 2^63: int64 wraps round, and the masked shift reads the right bits all the same.
+        product0, product1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
+        c0, c2 = ((product1 >> 32) & MASK32) ^ c1 ^ key0, ((product0 >> 32) & MASK32) ^ c3 ^ key1
+        c1, c3 = product1 & MASK32, product0 & MASK32
+        key0, key1 = (key0 + PHILOX_KEY_STEPS[0]) & MASK32, (key1 + PHILOX_KEY_STEPS[1]) & MASK32
+    return c0, c1, c2, c3

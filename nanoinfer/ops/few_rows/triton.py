@@ -1,4 +1,4 @@
-"""A product for steps of a few tokens, fused with the norm before it and with what follows. Twin: `layers/few_rows.py`.
+"""A product for steps of a few tokens, fused with the norm before it and with what follows.
 
 Such a product does nothing but read its weight, which takes 1 to 50 microseconds, so what counts is that the memory
 never idles, least of all between two kernels.
@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import gated
@@ -179,20 +178,7 @@ class Tiling(NamedTuple):
     ahead: int
 
 
-def few_rows_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """Return SwiGLU(RMSNorm(x) W^T + b) + residual, (num_rows, num_outputs); all except the product may be left out.
-
-    x: (num_rows, size), rows contiguous. weight: (num_outputs, size), contiguous, or (2 * num_outputs, size) with the
-    gate before up if it is `gated`. bias: as long as the weight. norm: the norm's weight, (size,) in the dtype of x,
-    and its epsilon. residual: (num_rows, num_outputs), contiguous.
-    """
+def few_rows_product(x, weight, bias=None, norm=None, residual=None, gated=False):
     (num_rows, size), num_outputs = x.shape, len(weight) // (1 + gated)
     assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
     assert weight.is_contiguous(), f"the weight must be contiguous, strides {weight.stride()}"
