@@ -270,8 +270,7 @@ def linear_attention() -> None:
 
     A prefill step of 30 prompts is not in a CUDA graph: what the host prepares is a part of it.
     """
-    from nanoinfer.kernels.gated_delta_prefill import gated_delta_prefill
-    from nanoinfer.kernels.gated_delta_step import gated_delta_step
+    from nanoinfer.ops.delta_rule.triton import gated_delta_prefill, gated_delta_step
 
     key_heads, value_heads, head_dim, width, num_rows = 16, 32, 128, 4, 256
     channels, values = (2 * key_heads + value_heads) * head_dim, value_heads * head_dim

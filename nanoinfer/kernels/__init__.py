@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import few_rows_product as few_rows_product
     from nanoinfer.kernels import filter_threshold as filter_threshold
     from nanoinfer.kernels import gated_activation as gated_activation
-    from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill
-    from nanoinfer.kernels import gated_delta_step as gated_delta_step
     from nanoinfer.kernels import gumbel_max as gumbel_max
     from nanoinfer.kernels import logit_statistics as logit_statistics
     from nanoinfer.kernels import norm_rope_store as norm_rope_store

@@ -18,7 +18,6 @@ from torch import Tensor
 from nanoinfer.distributed.cuda_ipc import RELEASED
 from nanoinfer.layers import activation, soft_cap
 from nanoinfer.layers.attention import attention_layer, block_copies, widened_blocks
-from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
 from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
 from nanoinfer.ops.norms import spec as norms
@@ -31,8 +30,6 @@ triton = pytest.importorskip("triton")
 from nanoinfer.kernels import copy_tokens as copy_tokens_kernels  # noqa: E402
 from nanoinfer.kernels import filter_threshold as threshold_kernels  # noqa: E402
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
-from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
-from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
 from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
@@ -87,8 +84,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (logprobs.logit_statistics, logit_statistics_kernels),
         (soft_cap.cap_logits, soft_cap_kernels),
         (widened_blocks.widen_blocks, widened_blocks_kernels),
-        (delta_rule.gated_delta_step, gated_delta_step_kernels),
-        (delta_rule.gated_delta_prefill, gated_delta_prefill_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
