@@ -16,13 +16,10 @@ if TYPE_CHECKING:
     from nanoinfer.kernels import gated_activation as gated_activation
     from nanoinfer.kernels import gumbel_max as gumbel_max
     from nanoinfer.kernels import logit_statistics as logit_statistics
-    from nanoinfer.kernels import norm_rope_store as norm_rope_store
     from nanoinfer.kernels import read_rows as read_rows
     from nanoinfer.kernels import shared_expert_gate as shared_expert_gate
     from nanoinfer.kernels import soft_cap as soft_cap
-    from nanoinfer.kernels import store_keys_values as store_keys_values
     from nanoinfer.kernels import token_bitmask as token_bitmask
-    from nanoinfer.kernels import widened_blocks as widened_blocks
 else:
 
     def __getattr__(name: str) -> ModuleType:

@@ -15,12 +15,12 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.engine.token_masks import RowMasks
 from nanoinfer.layers.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from nanoinfer.layers.attention.attention_layer import norm_rope_store
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.block_copies import copy_tokens
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.soft_cap import cap_logits
+from nanoinfer.ops.kv_cache.spec import norm_rope_store
 from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
 from nanoinfer.runner.step_tables import read_rows
 from nanoinfer.sampling.filter_threshold import thresholds

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
 from nanoinfer.layers import activation, soft_cap
-from nanoinfer.layers.attention import attention_layer, block_copies, widened_blocks
+from nanoinfer.layers.attention import block_copies
 from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
 from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty_bits
+from nanoinfer.ops.kv_cache import spec as kv_cache
 from nanoinfer.ops.norms import spec as norms
 from nanoinfer.runner import step_tables
 from nanoinfer.sampling import filter_threshold, gumbel_max, logprobs, token_bitmask
@@ -32,15 +33,13 @@ from nanoinfer.kernels import filter_threshold as threshold_kernels  # noqa: E40
 from nanoinfer.kernels import gated_activation as gated_kernels  # noqa: E402
 from nanoinfer.kernels import gumbel_max as sample_kernels  # noqa: E402
 from nanoinfer.kernels import logit_statistics as logit_statistics_kernels  # noqa: E402
-from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
 from nanoinfer.kernels import read_rows as read_rows_kernels  # noqa: E402
 from nanoinfer.kernels import soft_cap as soft_cap_kernels  # noqa: E402
-from nanoinfer.kernels import store_keys_values as store_kernels  # noqa: E402
 from nanoinfer.kernels import token_bitmask as bitmask_kernels  # noqa: E402
-from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.kernels.barrier import barrier  # noqa: E402
 from nanoinfer.kernels.gumbel_max import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
 from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: E402
+from nanoinfer.ops.kv_cache import triton as kv_cache_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
 
@@ -74,8 +73,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (activation.silu_and_mul, gated_kernels),
         (activation.gelu_tanh_and_mul, gated_kernels),
         (activation.gelu_and_mul, gated_kernels),
-        (attention_layer.norm_rope_store, norm_rope_store_kernels),
-        (attention_layer.store, store_kernels),
         (gumbel_max.sample_and_append, sample_kernels),
         (filter_threshold.thresholds, threshold_kernels),
         (token_bitmask.forbid_tokens, bitmask_kernels),
@@ -83,7 +80,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
         (block_copies.copy_tokens, copy_tokens_kernels),
         (logprobs.logit_statistics, logit_statistics_kernels),
         (soft_cap.cap_logits, soft_cap_kernels),
-        (widened_blocks.widen_blocks, widened_blocks_kernels),
     ],
 )
 def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
@@ -466,7 +462,7 @@ class HeadsStep:
 
 
 def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
-    actual, expected = step.run(norm_rope_store_kernels.norm_rope_store), step.run(attention_layer.norm_rope_store)
+    actual, expected = step.run(kv_cache_kernels.norm_rope_store), step.run(kv_cache.norm_rope_store)
     for name in actual:
         assert_nearly_equal(actual[name], expected[name])
     if step.num_splits == 1:
@@ -510,7 +506,7 @@ def test_partial_sums_of_queries_keys_and_values_are_added_up_in_float32(
 
 def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() -> None:
     step = HeadsStep(head_dim=256, dtype=torch.bfloat16, weight_dtype=torch.float32)
-    rounded_before = replace(step, weight_dtype=None).run(attention_layer.norm_rope_store)
+    rounded_before = replace(step, weight_dtype=None).run(kv_cache.norm_rope_store)
     assert not torch.equal(assert_step_equals_its_twin(step)["q"], rounded_before["q"])
 
 
@@ -523,7 +519,7 @@ def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(options: di
     step = HeadsStep(**options, interleaved=True)
     out, halves = (
         assert_step_equals_its_twin(step),
-        replace(step, interleaved=False).run(attention_layer.norm_rope_store),
+        replace(step, interleaved=False).run(kv_cache.norm_rope_store),
     )
     assert not torch.equal(out["q"], halves["q"])
     assert torch.equal(out["v_cache"], halves["v_cache"])
@@ -536,8 +532,8 @@ def test_the_first_dimensions_of_heads_are_rotated_as_by_the_twin(
 ) -> None:
     step = HeadsStep(head_dim=head_dim, rotary_dim=rotary_dim, has_norms=has_norms)
     assert_step_equals_its_twin(step)
-    whole = replace(step, rotary_dim=None).run(attention_layer.norm_rope_store)
-    assert not torch.equal(whole["q"], step.run(attention_layer.norm_rope_store)["q"])
+    whole = replace(step, rotary_dim=None).run(kv_cache.norm_rope_store)
+    assert not torch.equal(whole["q"], step.run(kv_cache.norm_rope_store)["q"])
 
 
 @pytest.mark.parametrize(
@@ -562,7 +558,7 @@ def test_a_slot_past_two_to_the_31_elements_is_reached() -> None:
     k_cache, v_cache = (torch.empty(num_blocks, 2, 16, 64, dtype=torch.float16) for _ in "kv")
     qkv, table = randn(1, 6 * 64, dtype=torch.float16), torch.tensor([[1.0] * 32 + [0.0] * 32])
     zero, last_slot = torch.tensor([0]), torch.tensor([num_blocks * 16 - 1])
-    _, k, v = norm_rope_store_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, k_cache, v_cache, last_slot)
+    _, k, v = kv_cache_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, k_cache, v_cache, last_slot)
     assert torch.equal(k_cache[-1, :, -1], k[0])
     assert torch.equal(v_cache[-1, :, -1], v[0])
 
@@ -576,7 +572,7 @@ def test_norm_rope_store_refuses_what_it_would_misread() -> None:
         (qkv, cache, strided, "values of the cache must be contiguous"),
     ):
         with pytest.raises(AssertionError, match=message):
-            norm_rope_store_kernels.norm_rope_store(given, None, 1e-5, zero, table, k_cache, v_cache, zero)
+            kv_cache_kernels.norm_rope_store(given, None, 1e-5, zero, table, k_cache, v_cache, zero)
 
 
 # --- sample ---

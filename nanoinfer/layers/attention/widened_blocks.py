@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoinfer import kernels
-from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.attention.metadata import LayerCache, PrefillMetadata
+from nanoinfer.ops.kv_cache.spec import widen_blocks
 
 MAX_TOKENS = 2**15  # that are widened at a time: 134 MB of keys and values, for 8 KV heads of 128
 
@@ -54,14 +53,3 @@ def widened_cache(cache: LayerCache, blocks: BlockList, dtype: torch.dtype) -> L
     widen_blocks(cache.k, cache.k_scales, blocks.block_ids, k)
     widen_blocks(cache.v, cache.v_scales, blocks.block_ids, v)
     return LayerCache(k, v)
-
-
-@triton_on_cuda(lambda: kernels.widened_blocks.widen_blocks)
-def widen_blocks(values: Tensor, scales: Tensor, block_ids: Tensor, out: Tensor) -> None:
-    """Write the blocks of these ids, times their scales, to the first places of `out`.
-
-    values: (num_blocks, num_kv_heads, block_size, head_dim) in 8 bits; scales: the same without head_dim, float32.
-    block_ids: (num_ids,) int32. out: (at least num_ids, ...) as values, in 16 bits.
-    """
-    ids = block_ids.long()
-    out[: len(ids)] = values[ids].float() * scales[ids].unsqueeze(-1)
