@@ -113,8 +113,8 @@ def pretend(gpu: AbsentGpu) -> None:
 def select_backend(
     gpu: AbsentGpu, _requested: str, _device: torch.device, dtype: torch.dtype, spec: Any, block_size: int, _: bool
 ) -> Any:
-    from nanoinfer.kernels.hopper_prefill_attention import serves
     from nanoinfer.layers.attention.triton import TritonBackend
+    from nanoinfer.ops.prefill_attention.hopper import serves
 
     is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None
     serves_layer = is_plain and serves(spec.head_dim, spec.group_size, block_size, dtype)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention import widened_blocks
+from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.ops.kv_cache import spec
 from nanoinfer.ops.kv_cache.spec import quantize_vectors
 from tests.attention_cases import FP8, INT8, Case, Layer, assert_close, random_step
 
 pytest.importorskip("triton")
 
+from nanoinfer.layers.attention import triton as triton_backend
 from nanoinfer.layers.attention.triton import TritonBackend
 from nanoinfer.ops.kv_cache import triton as kernels
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
@@ -202,10 +202,10 @@ def test_a_step_over_widened_blocks_reads_what_it_reads_in_the_cache(dtype: torc
     tables[2, 1:] = 10**6
     num_read = 3 + 1 + 7
     step.metadata = metadata = replace(metadata, num_blocks=num_read + num_more)
-    blocks = widened_blocks.list_blocks(metadata, len(step.cache.k), 16)
+    blocks = triton_backend.list_blocks(metadata, len(step.cache.k), 16)
     assert blocks is not None
     assert sorted(blocks.block_ids[:num_read].tolist()) == blocks.block_ids[:num_read].tolist()
-    wide = widened_blocks.widened_cache(step.cache, blocks, torch.float32)
+    wide = triton_backend.widened_cache(step.cache, blocks, torch.float32)
     expected = step.run(TorchBackend(step.spec))
     step.cache, step.metadata = wide, replace(metadata, block_tables=blocks.block_tables)
     # `k` and `v` of the step are those before rounding, so a chunk without a prefix has to read the cache, too.
@@ -218,7 +218,7 @@ def test_a_step_over_widened_blocks_reads_what_it_reads_in_the_cache(dtype: torc
 def test_more_blocks_than_there_is_room_for_are_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     step = random_step(Layer(cache_dtype=INT8), [40, 100], [10, 1])
     assert isinstance(step.metadata, PrefillMetadata)
-    assert widened_blocks.list_blocks(step.metadata, len(step.cache.k), 16) is not None
-    assert widened_blocks.list_blocks(replace(step.metadata, num_blocks=0), len(step.cache.k), 16) is None
-    monkeypatch.setattr(widened_blocks, "MAX_TOKENS", 16 * (step.metadata.num_blocks - 1))
-    assert widened_blocks.list_blocks(step.metadata, len(step.cache.k), 16) is None
+    assert triton_backend.list_blocks(step.metadata, len(step.cache.k), 16) is not None
+    assert triton_backend.list_blocks(replace(step.metadata, num_blocks=0), len(step.cache.k), 16) is None
+    monkeypatch.setattr(triton_backend, "MAX_WIDENED_TOKENS", 16 * (step.metadata.num_blocks - 1))
+    assert triton_backend.list_blocks(step.metadata, len(step.cache.k), 16) is None

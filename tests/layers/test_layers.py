@@ -18,12 +18,11 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.kernels import triton_twins as kernel
 from nanoinfer.kernels.triton_twins import triton_on_cuda
 from nanoinfer.layers.activation import silu_and_mul
-from nanoinfer.layers.attention import backend_selection, torch_reference
+from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
-from nanoinfer.layers.attention.backend import AttentionSpec
+from nanoinfer.layers.attention.backend import AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, ragged_indices
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import (
@@ -33,6 +32,7 @@ from nanoinfer.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanoinfer.ops.decode_attention import spec as decode_attention
 from nanoinfer.ops.kv_cache.spec import store_keys_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -403,13 +403,13 @@ def test_prefill_of_whole_prompts_needs_no_cache() -> None:
     sequences.assert_attended(out, q, [3, 5])
 
 
-@pytest.mark.parametrize("max_gather_elements", [torch_reference.MAX_GATHER_ELEMENTS, 1])
+@pytest.mark.parametrize("max_gathered", [decode_attention.MAX_GATHERED, 1])
 @pytest.mark.parametrize(("group", "block_size"), [(1, 16), (2, 48), (4, 16)])
 def test_decode_of_mixed_contexts_equals_naive_attention(
-    group: int, block_size: int, max_gather_elements: int, monkeypatch: pytest.MonkeyPatch
+    group: int, block_size: int, max_gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows gathered together, and (with room for one element) one row at a time."""
-    monkeypatch.setattr(torch_reference, "MAX_GATHER_ELEMENTS", max_gather_elements)
+    monkeypatch.setattr(decode_attention, "MAX_GATHERED", max_gathered)
     sequences, ones = page(MIXED, block_size, num_kv_heads=2), [1] * len(MIXED)
     sequences.store_all_but(ones)
     metadata = DecodeMetadata(
