@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
-from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
     KVCache,
@@ -21,7 +21,6 @@ from nanoinfer.layers.attention.metadata import (
     SharedPrefixes,
     cumulative_lens,
 )
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 
 NAN = float("nan")
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

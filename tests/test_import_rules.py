@@ -55,14 +55,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "constraints": PLANNERS | {"text", "progress", "engine.token_masks", "engine.stopping"},
     "engine": PLANNERS | {"text"},
     "ops": EVERYBODY,
-    "kernels": EVERYBODY | {"ops"},
-    "distributed": EVERYBODY | {"kernels", "ops"},
-    "quantization": EVERYBODY | {"kernels", "ops", "distributed"},
-    "layers": EVERYBODY | {"quantization", "kernels", "ops", "distributed"},
-    "models": EVERYBODY | {"layers", "quantization", "kernels", "ops", "distributed"},
-    "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "kernels", "ops", "distributed"},
+    "distributed": EVERYBODY | {"ops"},
+    "quantization": EVERYBODY | {"ops", "distributed"},
+    "layers": EVERYBODY | {"quantization", "ops", "distributed"},
+    "models": EVERYBODY | {"layers", "quantization", "ops", "distributed"},
+    "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "ops", "distributed"},
     "pooling": EVERYBODY | STEP_DATA | {"models", "layers", "distributed"},
-    "runner": EVERYBODY | STEP_DATA | {"pooling", "sampling", "models", "layers", "kernels", "ops", "distributed"},
+    "runner": EVERYBODY | STEP_DATA | {"pooling", "sampling", "models", "layers", "ops", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine.extras.prompt_logprobs"},
@@ -91,7 +90,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "layers",
         "quantization",
-        "kernels",
         "ops",
         "distributed",
     },
@@ -105,7 +103,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = (
-    "kernels.",
     "ops.common.math",
     "distributed.copy_engines",
     "layers.attention.flash_attn",
@@ -154,7 +151,7 @@ def test_no_two_files_have_one_name_but_those_of_operations() -> None:
     folders: dict[str, set[str]] = {}
     for path in MODULES.values():
         folders.setdefault(path.name, set()).add(path.parent.name)
-    twice = {name for name, found in folders.items() if len(found) > 1 and not ("kernels" in found and len(found) == 2)}
+    twice = {name for name, found in folders.items() if len(found) > 1}
     assert twice <= {"__init__.py", "spec.py", "triton.py", "hopper.py"}
 
 

@@ -19,8 +19,9 @@ from nanoinfer.bench.throughput import describe_machine
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import select_backend
-from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, quantize_vectors
+from nanoinfer.layers.attention.kv_quantization import num_cache_bytes
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, SharedPrefixes
+from nanoinfer.ops.kv_cache.spec import quantize_vectors
 
 DTYPE = torch.bfloat16
 RATES = Rates(4.39e12, 790e12, 2, "an H200")  # what the floors are at
@@ -86,7 +87,7 @@ def randn(*shape: int) -> Tensor:
 
 def decode_attention() -> None:
     """Print TB/s of keys, values and scales in each format, for contexts of 100 to 2,048 tokens, or one of 32,768."""
-    from nanoinfer.kernels.paged_decode_attention import has_large_tiles, paged_decode_attention, plan_decode
+    from nanoinfer.ops.decode_attention.triton import has_large_tiles, paged_decode_attention, plan_decode
 
     loads = [(rows, 100, 2048) for rows in (256, 128, 64, 32, 16, 8, 1)] + [(1, 32768, 32768)]
     num_layers, num_blocks, scale = 8, 2200, HEAD_DIM**-0.5
@@ -119,8 +120,8 @@ def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerCache:
 
 def shared_prefix() -> None:
     """Print microseconds of decode attention by 256 rows with 2,048 tokens in common and 100 to 1,024 of their own."""
-    from nanoinfer.kernels.paged_decode_attention import shared_prefix_attention
     from nanoinfer.layers.attention.triton import TritonBackend
+    from nanoinfer.ops.decode_attention.triton import shared_prefix_attention
 
     rows, num_shared, num_own = 256, 2048 // BLOCK_SIZE, 1024 // BLOCK_SIZE  # blocks
     num_layers, num_blocks = 16, num_shared + rows * num_own  # so many that their prefixes do not fit into the L2 cache
@@ -152,7 +153,7 @@ def shared_prefix() -> None:
 
 def prefill_attention() -> None:
     """Print TFLOP/s of causal attention in prompts of 1,024 tokens, and in one of 32,768, also with a window."""
-    from nanoinfer.kernels.paged_prefill_attention import paged_prefill_attention, plan_prefill
+    from nanoinfer.ops.prefill_attention.triton import paged_prefill_attention, plan_prefill
 
     columns = "ours", "Hopper's own", "flash-attn", "flash-attn, paged"
     print_row("prefill attention, TFLOP/s", "query heads", "head size", *columns)
@@ -194,7 +195,7 @@ def find_hopper_kernel(spec: AttentionSpec) -> Callable[..., Tensor] | None:
     backend = select_backend("triton", torch.device("cuda"), DTYPE, spec, BLOCK_SIZE)
     if not getattr(backend, "has_hopper_kernel", False):
         return None
-    from nanoinfer.kernels.hopper_prefill_attention import hopper_prefill_attention
+    from nanoinfer.ops.prefill_attention.hopper import hopper_prefill_attention
 
     return hopper_prefill_attention
 
@@ -270,8 +271,7 @@ def linear_attention() -> None:
 
     A prefill step of 30 prompts is not in a CUDA graph: what the host prepares is a part of it.
     """
-    from nanoinfer.kernels.gated_delta_prefill import gated_delta_prefill
-    from nanoinfer.kernels.gated_delta_step import gated_delta_step
+    from nanoinfer.ops.delta_rule.triton import gated_delta_prefill, gated_delta_step
 
     key_heads, value_heads, head_dim, width, num_rows = 16, 32, 128, 4, 256
     channels, values = (2 * key_heads + value_heads) * head_dim, value_heads * head_dim

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE, Su et al. 2021), and the scaling methods by which checkpoints reach longer contexts.
 
 The rotation is fused with the q/k norms and the KV-cache write: see `norm_rope_store` in
-`layers/attention/attention_layer.py`.
+`ops/kv_cache/spec.py`.
 """
 
 import math
@@ -16,21 +16,6 @@ from nanoinfer.errors import ModelError
 from nanoinfer.layers.query_scales import query_scales
 
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
-
-
-def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the two halves of each head, or of its first dimensions, by its token's position, in float32.
-
-    x: (num_tokens, num_heads, head_dim). positions: (num_tokens,). cos_sin_cache: (max_positions, rotary_dim).
-    interleaved: whether neighbouring dimensions are turned together, 0 and 1, 2 and 3, in place of the halves.
-    """
-    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # (num_tokens, 1, rotary_dim / 2) each
-    rotary_dim = cos_sin_cache.shape[1]
-    turned = x[..., :rotary_dim].float()
-    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
-    halves = [half.to(x.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
-    rotated = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
-    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
 
 
 class RotaryEmbedding(nn.Module):

@@ -18,8 +18,8 @@ from nanoinfer.layers.attention.metadata import LayerCache
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import paged_decode_attention as decode_kernels
 from nanoinfer.layers.attention import triton as triton_backend
+from nanoinfer.ops.decode_attention import triton as decode_kernels
 
 
 class OnCpu(TorchFunctionMode):

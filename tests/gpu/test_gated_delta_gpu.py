@@ -1,4 +1,4 @@
-"""The kernels of linear attention as compiled for a GPU, against their twins; and hybrids in CUDA graphs."""
+"""The kernels of linear attention as compiled for a GPU, against their specifications; and hybrids in CUDA graphs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(16, 2, 128, 128, 4), (2, 3, 24, 12, 2)], ids=["Qwen3.5 9B", "odd sizes"])
-def test_a_step_of_the_delta_rule_equals_its_twin(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+def test_a_step_of_the_delta_rule_equals_its_specification(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
     check_step(random_case(*sizes, dtype, "cuda"), 1e-4 if dtype == torch.float32 else 3e-2)
 
 
@@ -26,7 +28,7 @@ def test_a_step_of_the_delta_rule_equals_its_twin(sizes: tuple[int, int, int, in
     [((1, 300, 64, 2), (0, 0, 5, 3), (16, 2, 128, 128, 4)), ((3, 130), (2, 0), (1, 2, 24, 12, 2))],
     ids=["Qwen3.5 9B", "odd sizes"],
 )
-def test_a_prefill_step_of_the_delta_rule_equals_its_twin(
+def test_a_prefill_step_of_the_delta_rule_equals_its_specification(
     lens: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
     check_prefill(

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, ConfigError, SamplingParams, tiny_model_path
 from nanoinfer.device import import_error
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
-from nanoinfer.layers.attention.attention_layer import norm_rope_store
 from nanoinfer.layers.attention.backend_selection import FLASH_ATTN
-from nanoinfer.layers.attention.kv_quantization import quantize_vectors
 from nanoinfer.layers.attention.metadata import DecodeMetadata
+from nanoinfer.ops.kv_cache.spec import norm_rope_store, quantize_vectors
 from tests.attention_cases import FP8, INT8, Layer, Step, random_step, shared_prefixes
 from tests.gpu.test_engine_gpu import assert_answers_right, assert_part_at_near_ties, num_equal, tokens
 

@@ -26,7 +26,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.device import computing
-from nanoinfer.kernels import triton_twins
 from nanoinfer.ops import dispatch
 from nanoinfer.ops.common import device_properties, programmatic_launch
 
@@ -69,25 +68,21 @@ def compile_instead_of_launching() -> None:
     JITFunction.run = compile_only
 
 
-def with_twins(kernel: Callable[[], Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Stand for `triton_on_cuda`: each call launches the kernel, and returns what the twin computes."""
+def with_kernel(spec: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand for `op`: each call launches the kernel, and returns what the specification computes."""
 
-    def decorate(twin: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(twin)
-        def both(*args: Any, **kwargs: Any) -> Any:
-            kernel()(*args, **kwargs)
-            return twin(*args, **kwargs)
+    @functools.wraps(spec)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        dispatch.kernel_of(spec)(*args, **kwargs)
+        return spec(*args, **kwargs)
 
-        return both
-
-    return decorate
+    return both
 
 
 def pretend(gpu: AbsentGpu) -> None:
-    """Have our code believe that it is on a GPU. Must come before the kernels and their twins are imported."""
+    """Have our code believe that it is on a GPU. Must come before operations are imported."""
     driver.set_active(gpu)
-    triton_twins.triton_on_cuda = with_twins
-    dispatch.op = lambda spec: with_twins(lambda: dispatch.kernel_of(spec))(spec)
+    dispatch.op = with_kernel
     programmatic_launch.overlap_options = lambda _device: (
         {"OVERLAP": True, "launch_pdl": True} if gpu.is_hopper else {"OVERLAP": False}
     )
@@ -112,8 +107,8 @@ def pretend(gpu: AbsentGpu) -> None:
 def select_backend(
     gpu: AbsentGpu, _requested: str, _device: torch.device, dtype: torch.dtype, spec: Any, block_size: int, _: bool
 ) -> Any:
-    from nanoinfer.kernels.hopper_prefill_attention import serves
     from nanoinfer.layers.attention.triton import TritonBackend
+    from nanoinfer.ops.prefill_attention.hopper import serves
 
     is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None
     serves_layer = is_plain and serves(spec.head_dim, spec.group_size, block_size, dtype)

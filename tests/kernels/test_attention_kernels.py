@@ -27,11 +27,11 @@ from tests.attention_cases import (
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import paged_decode_attention as decode_kernels
-from nanoinfer.kernels import paged_prefill_attention as prefill_kernels
-from nanoinfer.kernels.paged_decode_attention import max_prefix_group_rows, paged_decode_attention, plan_decode
-from nanoinfer.kernels.paged_prefill_attention import TILE_ROWS, plan_prefill
 from nanoinfer.layers.attention.triton import TritonBackend
+from nanoinfer.ops.decode_attention import triton as decode_kernels
+from nanoinfer.ops.decode_attention.triton import max_prefix_group_rows, paged_decode_attention, plan_decode
+from nanoinfer.ops.prefill_attention import triton as prefill_kernels
+from nanoinfer.ops.prefill_attention.triton import TILE_ROWS, plan_prefill
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
 
 __all__ = ["exact_fp8"]

@@ -13,8 +13,8 @@ from nanoinfer.layers.attention import backend_selection
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import paged_decode_attention as decode_kernels
 from nanoinfer.layers.attention import triton as triton_backend
+from nanoinfer.ops.decode_attention import triton as decode_kernels
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
 from tests.models.test_architectures import draw_options, save_random_model
 

@@ -1,4 +1,4 @@
-"""The kernels of linear attention in Triton's interpreter, against their twins."""
+"""The kernels of linear attention in Triton's interpreter, against their specifications."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import gated_delta_prefill as prefill_kernels
-from nanoinfer.kernels import gated_delta_step as step_kernels
-from nanoinfer.layers.linear_attention import delta_rule
+from nanoinfer.ops.delta_rule import spec
+from nanoinfer.ops.delta_rule import triton as kernels
 from tests.kernels.helpers import exact_bfloat16
 
 __all__ = ["exact_bfloat16"]
@@ -62,10 +61,10 @@ def random_case(
 
 
 def check_step(case: Case, tolerance: float) -> None:
-    """The kernel's results and the states that it leaves are those of the twin; the spare place may hold anything."""
+    """Results and states of the kernel are those of the specification; the spare place may be any."""
     expected, given = case.clone(), case.clone()
-    out = delta_rule.gated_delta_step.__wrapped__(*expected)  # type: ignore[attr-defined]
-    torch.testing.assert_close(step_kernels.gated_delta_step(*given)[:3], out[:3], atol=tolerance, rtol=tolerance)
+    out = spec.gated_delta_step.__wrapped__(*expected)  # type: ignore[attr-defined]
+    torch.testing.assert_close(kernels.gated_delta_step(*given)[:3], out[:3], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(given.matrices[:4], expected.matrices[:4], atol=tolerance, rtol=tolerance)
     assert torch.equal(given.conv_inputs[:4], expected.conv_inputs[:4])
     assert torch.equal(given.matrices[1], case.matrices[1]), "the state of a row that is not in the step"
@@ -75,7 +74,9 @@ def check_step(case: Case, tolerance: float) -> None:
 @pytest.mark.parametrize(
     "sizes", [(2, 2, 16, 16, 4), (1, 3, 8, 12, 2), (2, 1, 24, 8, 4)], ids=["groups", "narrow", "odd sizes"]
 )
-def test_a_step_of_the_delta_rule_equals_its_twin(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+def test_a_step_of_the_delta_rule_equals_its_specification(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
     check_step(random_case(*sizes, dtype), 1e-5 if dtype == torch.float32 else 4e-3)
 
 
@@ -88,7 +89,7 @@ def check_prefill(
     tolerance: float,
     device: str = "cpu",
 ) -> None:
-    """The kernels' results and states are those of the twin. decay: the most that a state loses by a token (log)."""
+    """Results and states are those of the specification. decay: the most that a state loses by a token (log)."""
     case = random_case(*sizes, dtype, device)
     generator = torch.Generator().manual_seed(sum(lens))
     num_tokens, num_places = sum(lens), len(lens) + 2
@@ -110,7 +111,7 @@ def check_prefill(
     weights = case.conv_weight, a_log, case.dt_bias, case.norm_weight, case.eps
     (expected, *wanted), (out, *states) = (
         (function(qkvz, ba, rows, lens, contexts, *copies, *weights), *copies)
-        for function in (delta_rule.gated_delta_prefill.__wrapped__, prefill_kernels.gated_delta_prefill)  # type: ignore[attr-defined]
+        for function in (spec.gated_delta_prefill.__wrapped__, kernels.gated_delta_prefill)  # type: ignore[attr-defined]
         for copies in [(matrices.clone(), conv_inputs.clone())]
     )
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
@@ -121,7 +122,7 @@ def check_prefill(
 ODD = pytest.param((70, 2, 64, 1), (0, 1, 7, 3), (2, 2, 12, 20, 4), id="several sequences, odd sizes")
 
 
-# Decays are added up over a chunk, so what strong ones leave is known less precisely, by the twin too.
+# Decays are added up over a chunk, so what strong ones leave is known less precisely, by the specification too.
 @pytest.mark.parametrize(("decay", "tolerance"), [(0.0, 1e-4), (0.5, 1e-4), (60.0, 2e-3)])
 @pytest.mark.parametrize(
     ("lens", "starts", "sizes"),
@@ -131,7 +132,7 @@ ODD = pytest.param((70, 2, 64, 1), (0, 1, 7, 3), (2, 2, 12, 20, 4), id="several 
         ODD,
     ],
 )
-def test_a_prefill_step_of_the_delta_rule_equals_its_twin(
+def test_a_prefill_step_of_the_delta_rule_equals_its_specification(
     lens: tuple[int, ...],
     starts: tuple[int, ...],
     sizes: tuple[int, int, int, int, int],
@@ -144,7 +145,7 @@ def test_a_prefill_step_of_the_delta_rule_equals_its_twin(
 @pytest.mark.usefixtures("exact_bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("lens", "starts", "sizes"), [ODD])
-def test_inputs_in_16_bits_lose_no_more_in_prefill_than_in_the_twin(
+def test_inputs_in_16_bits_lose_no_more_in_prefill_than_in_the_specification(
     lens: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
     check_prefill(lens, starts, sizes, dtype, 0.5, 4e-3 if dtype == torch.float16 else 3e-2)

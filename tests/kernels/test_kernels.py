@@ -3,12 +3,10 @@
 Those of attention have a file of their own.
 """
 
-import inspect
 import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import RELEASED
-from nanoinfer.layers.attention import attention_layer, widened_blocks
-from nanoinfer.layers.linear_attention import delta_rule
 from nanoinfer.ops.activations import spec as activations
 from nanoinfer.ops.all_reduce_norm import spec as all_reduce_norm
 from nanoinfer.ops.block_tables import spec as table_ops
@@ -25,22 +21,19 @@ from nanoinfer.ops.common.symmetric_buffers import BITS, SymmetricBuffers, empty
 from nanoinfer.ops.filter_threshold import spec as filter_threshold
 from nanoinfer.ops.gumbel_max import spec as gumbel_max
 from nanoinfer.ops.gumbel_max.spec import sample
+from nanoinfer.ops.kv_cache import spec as kv_cache
 from nanoinfer.ops.logits import spec as logit_ops
 from nanoinfer.ops.norms import spec as norms
 
 triton = pytest.importorskip("triton")
 
-from nanoinfer.kernels import gated_delta_prefill as gated_delta_prefill_kernels  # noqa: E402
-from nanoinfer.kernels import gated_delta_step as gated_delta_step_kernels  # noqa: E402
-from nanoinfer.kernels import norm_rope_store as norm_rope_store_kernels  # noqa: E402
-from nanoinfer.kernels import store_keys_values as store_kernels  # noqa: E402
-from nanoinfer.kernels import widened_blocks as widened_blocks_kernels  # noqa: E402
 from nanoinfer.ops.activations import triton as gated_kernels  # noqa: E402
 from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: E402
 from nanoinfer.ops.barrier.triton import barrier  # noqa: E402
 from nanoinfer.ops.block_tables import triton as table_kernels  # noqa: E402
 from nanoinfer.ops.filter_threshold import triton as threshold_kernels  # noqa: E402
 from nanoinfer.ops.gumbel_max.triton import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.ops.kv_cache import triton as kv_cache_kernels  # noqa: E402
 from nanoinfer.ops.logits import triton as logit_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
 from tests.kernels.helpers import loops_are_interpreted  # noqa: E402
@@ -64,27 +57,6 @@ def assert_nearly_equal(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     tolerance = 4 * torch.finfo(expected.dtype).eps
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-# --- the way from a layer to its kernel ---
-
-
-@pytest.mark.parametrize(
-    ("twin", "kernels"),
-    [
-        (attention_layer.norm_rope_store, norm_rope_store_kernels),
-        (attention_layer.store, store_kernels),
-        (widened_blocks.widen_blocks, widened_blocks_kernels),
-        (delta_rule.gated_delta_step, gated_delta_step_kernels),
-        (delta_rule.gated_delta_prefill, gated_delta_prefill_kernels),
-    ],
-)
-def test_on_cuda_a_layer_runs_the_kernel_of_its_name_with_its_parameters(
-    twin: Callable[..., object], kernels: ModuleType
-) -> None:
-    kernel = getattr(kernels, twin.__name__)
-    assert inspect.getclosurevars(twin).nonlocals["on_cuda"]() is kernel
-    assert inspect.signature(kernel) == inspect.signature(twin)
 
 
 # --- rms_norm ---
@@ -459,7 +431,7 @@ class HeadsStep:
 
 
 def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
-    actual, expected = step.run(norm_rope_store_kernels.norm_rope_store), step.run(attention_layer.norm_rope_store)
+    actual, expected = step.run(kv_cache_kernels.norm_rope_store), step.run(kv_cache.norm_rope_store)
     for name in actual:
         assert_nearly_equal(actual[name], expected[name])
     if step.num_splits == 1:
@@ -503,7 +475,7 @@ def test_partial_sums_of_queries_keys_and_values_are_added_up_in_float32(
 
 def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() -> None:
     step = HeadsStep(head_dim=256, dtype=torch.bfloat16, weight_dtype=torch.float32)
-    rounded_before = replace(step, weight_dtype=None).run(attention_layer.norm_rope_store)
+    rounded_before = replace(step, weight_dtype=None).run(kv_cache.norm_rope_store)
     assert not torch.equal(assert_step_equals_its_twin(step)["q"], rounded_before["q"])
 
 
@@ -516,7 +488,7 @@ def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(options: di
     step = HeadsStep(**options, interleaved=True)
     out, halves = (
         assert_step_equals_its_twin(step),
-        replace(step, interleaved=False).run(attention_layer.norm_rope_store),
+        replace(step, interleaved=False).run(kv_cache.norm_rope_store),
     )
     assert not torch.equal(out["q"], halves["q"])
     assert torch.equal(out["v_cache"], halves["v_cache"])
@@ -529,8 +501,8 @@ def test_the_first_dimensions_of_heads_are_rotated_as_by_the_twin(
 ) -> None:
     step = HeadsStep(head_dim=head_dim, rotary_dim=rotary_dim, has_norms=has_norms)
     assert_step_equals_its_twin(step)
-    whole = replace(step, rotary_dim=None).run(attention_layer.norm_rope_store)
-    assert not torch.equal(whole["q"], step.run(attention_layer.norm_rope_store)["q"])
+    whole = replace(step, rotary_dim=None).run(kv_cache.norm_rope_store)
+    assert not torch.equal(whole["q"], step.run(kv_cache.norm_rope_store)["q"])
 
 
 @pytest.mark.parametrize(
@@ -555,7 +527,7 @@ def test_a_slot_past_two_to_the_31_elements_is_reached() -> None:
     k_cache, v_cache = (torch.empty(num_blocks, 2, 16, 64, dtype=torch.float16) for _ in "kv")
     qkv, table = randn(1, 6 * 64, dtype=torch.float16), torch.tensor([[1.0] * 32 + [0.0] * 32])
     zero, last_slot = torch.tensor([0]), torch.tensor([num_blocks * 16 - 1])
-    _, k, v = norm_rope_store_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, k_cache, v_cache, last_slot)
+    _, k, v = kv_cache_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, k_cache, v_cache, last_slot)
     assert torch.equal(k_cache[-1, :, -1], k[0])
     assert torch.equal(v_cache[-1, :, -1], v[0])
 
@@ -569,7 +541,7 @@ def test_norm_rope_store_refuses_what_it_would_misread() -> None:
         (qkv, cache, strided, "values of the cache must be contiguous"),
     ):
         with pytest.raises(AssertionError, match=message):
-            norm_rope_store_kernels.norm_rope_store(given, None, 1e-5, zero, table, k_cache, v_cache, zero)
+            kv_cache_kernels.norm_rope_store(given, None, 1e-5, zero, table, k_cache, v_cache, zero)
 
 
 # --- sample ---

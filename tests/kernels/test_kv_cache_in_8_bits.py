@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention import attention_layer, widened_blocks
-from nanoinfer.layers.attention.kv_quantization import quantize_vectors
+from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, PrefillMetadata
-from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.ops.kv_cache import spec
+from nanoinfer.ops.kv_cache.spec import quantize_vectors
 from tests.attention_cases import FP8, INT8, Case, Layer, assert_close, random_step
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import norm_rope_store as kernels
-from nanoinfer.kernels import widened_blocks as widening_kernels
+from nanoinfer.layers.attention import triton as triton_backend
 from nanoinfer.layers.attention.triton import TritonBackend
+from nanoinfer.ops.kv_cache import triton as kernels
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
 
 __all__ = ["exact_fp8"]
@@ -71,7 +71,7 @@ class Write:
         """Compare the caches bit by bit, given the same keys and values: these may differ in their last bit."""
         qkv = self.qkv() if qkv is None else qkv
         (q, k, v), cache = self.run(kernels.norm_rope_store, qkv)
-        twin, _ = self.run(attention_layer.norm_rope_store, qkv)
+        twin, _ = self.run(spec.norm_rope_store, qkv)
         for ours, expected in zip((q, k, v), twin, strict=True):
             eps = 4 * torch.finfo(self.dtype).eps
             torch.testing.assert_close(ours, expected, rtol=eps, atol=eps, equal_nan=True)
@@ -184,8 +184,8 @@ def test_blocks_are_widened_as_by_the_twin(dtype: torch.dtype, head_dim: int) ->
     block_ids = torch.tensor([5, 0, 2], dtype=torch.int32)
     expected = torch.full((4, *cache.k.shape[1:]), 7.0, dtype=torch.float16)
     actual = expected.clone()
-    widening_kernels.widen_blocks(cache.k, cache.k_scales, block_ids, actual)
-    widened_blocks.widen_blocks(cache.k, cache.k_scales, block_ids, expected)
+    kernels.widen_blocks(cache.k, cache.k_scales, block_ids, actual)
+    spec.widen_blocks(cache.k, cache.k_scales, block_ids, expected)
     assert torch.equal(actual.nan_to_num(9.0), expected.nan_to_num(9.0))
     assert (actual[3] == 7).all(), "only the first places are written"
 
@@ -202,10 +202,10 @@ def test_a_step_over_widened_blocks_reads_what_it_reads_in_the_cache(dtype: torc
     tables[2, 1:] = 10**6
     num_read = 3 + 1 + 7
     step.metadata = metadata = replace(metadata, num_blocks=num_read + num_more)
-    blocks = widened_blocks.list_blocks(metadata, len(step.cache.k), 16)
+    blocks = triton_backend.list_blocks(metadata, len(step.cache.k), 16)
     assert blocks is not None
     assert sorted(blocks.block_ids[:num_read].tolist()) == blocks.block_ids[:num_read].tolist()
-    wide = widened_blocks.widened_cache(step.cache, blocks, torch.float32)
+    wide = triton_backend.widened_cache(step.cache, blocks, torch.float32)
     expected = step.run(TorchBackend(step.spec))
     step.cache, step.metadata = wide, replace(metadata, block_tables=blocks.block_tables)
     # `k` and `v` of the step are those before rounding, so a chunk without a prefix has to read the cache, too.
@@ -218,7 +218,7 @@ def test_a_step_over_widened_blocks_reads_what_it_reads_in_the_cache(dtype: torc
 def test_more_blocks_than_there_is_room_for_are_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     step = random_step(Layer(cache_dtype=INT8), [40, 100], [10, 1])
     assert isinstance(step.metadata, PrefillMetadata)
-    assert widened_blocks.list_blocks(step.metadata, len(step.cache.k), 16) is not None
-    assert widened_blocks.list_blocks(replace(step.metadata, num_blocks=0), len(step.cache.k), 16) is None
-    monkeypatch.setattr(widened_blocks, "MAX_TOKENS", 16 * (step.metadata.num_blocks - 1))
-    assert widened_blocks.list_blocks(step.metadata, len(step.cache.k), 16) is None
+    assert triton_backend.list_blocks(step.metadata, len(step.cache.k), 16) is not None
+    assert triton_backend.list_blocks(replace(step.metadata, num_blocks=0), len(step.cache.k), 16) is None
+    monkeypatch.setattr(triton_backend, "MAX_WIDENED_TOKENS", 16 * (step.metadata.num_blocks - 1))
+    assert triton_backend.list_blocks(step.metadata, len(step.cache.k), 16) is None

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention import attention_layer
+from nanoinfer.ops.kv_cache import spec
 from tests.attention_cases import FP8, INT8
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels import store_keys_values as kernels
+from nanoinfer.ops.kv_cache import triton as kernels
 from tests.kernels.helpers import exact_fp8
 
 __all__ = ["exact_fp8"]
@@ -50,8 +50,8 @@ class Write:
         store(*given)
         return [x.cpu() for x in (*given[2:4], *given[5:])]
 
-    def assert_kernel_equals_twin(self, kernel: Any = kernels.store, bad: float | None = None) -> None:
-        expected = replace(self, device="cpu").run(attention_layer.store.__wrapped__, bad)
+    def assert_kernel_equals_twin(self, kernel: Any = kernels.store_keys_values, bad: float | None = None) -> None:
+        expected = replace(self, device="cpu").run(spec.store_keys_values.__wrapped__, bad)
         for ours, theirs in zip(self.run(kernel, bad), expected, strict=True):
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
@@ -79,4 +79,4 @@ def test_a_bad_number_is_kept_or_makes_its_scale_nan(bad: float, cache_dtype: to
 
 
 def test_no_tokens_write_nothing() -> None:
-    assert all((part == -7).all() for part in Write(slots=()).run(kernels.store))
+    assert all((part == -7).all() for part in Write(slots=()).run(kernels.store_keys_values))

@@ -1,7 +1,6 @@
 """The layers against transformers, against a naive attention, and cut over two ranks against the whole."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,14 +14,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from nanoinfer.device import import_error
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
-from nanoinfer.kernels import triton_twins as kernel
-from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.layers.attention import backend_selection, torch_reference
-from nanoinfer.layers.attention.attention_layer import Attention, store
-from nanoinfer.layers.attention.backend import AttentionSpec
+from nanoinfer.layers.attention import backend_selection
+from nanoinfer.layers.attention.attention_layer import Attention
+from nanoinfer.layers.attention.backend import AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, ragged_indices
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import (
@@ -33,6 +29,8 @@ from nanoinfer.layers.linear import (
     RowParallelLinear,
 )
 from nanoinfer.ops.activations.spec import silu_and_mul
+from nanoinfer.ops.decode_attention import spec as decode_attention
+from nanoinfer.ops.kv_cache.spec import store_keys_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -84,29 +82,6 @@ class CudaTensor(Tensor):
     """A tensor that only says that it is on a GPU."""
 
     is_cuda = True
-
-
-@pytest.mark.parametrize("has_triton", [True, False])
-def test_on_cuda_the_kernel_runs_where_triton_is_installed(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "import_error", lambda name: None if has_triton else ImportError("not there"))
-
-    def import_kernel() -> Callable[[Tensor], str]:
-        imports.append("kernel")
-        return lambda x: "kernel"
-
-    imports: list[str] = []
-
-    @triton_on_cuda(import_kernel)
-    def double(x: Tensor) -> str:
-        return "plain"
-
-    assert (double(torch.ones(1)), imports) == ("plain", [])
-    for _ in "ab":
-        assert double(torch.ones(1).as_subclass(CudaTensor)) == ("kernel" if has_triton else "plain")
-    assert imports == ["kernel"] * has_triton, "it is imported once, and only where it runs"
-    assert (double.__name__, double.__wrapped__(3)) == ("double", "plain")
-    with pytest.raises(AssertionError, match="double takes a tensor first, not a int"):
-        double(3)
 
 
 @pytest.mark.parametrize(("capability", "overlaps"), [((9, 0), True), ((12, 0), True), ((8, 9), False)])
@@ -312,7 +287,7 @@ class PagedSequences:
     def store_all_but(self, lens: list[int]) -> None:
         """Store what earlier steps computed: all keys and values but those of so many last tokens."""
         for k, v, slots, length in zip(self.k, self.v, self.slots, lens, strict=True):
-            store(k[:-length], v[:-length], self.cache.k, self.cache.v, slots[:-length])
+            store_keys_values(k[:-length], v[:-length], self.cache.k, self.cache.v, slots[:-length])
 
     def newest(self, lens: list[int]) -> tuple[Tensor, Tensor]:
         k, v = (torch.cat([x[-n:] for x, n in zip(side, lens, strict=True)]) for side in (self.k, self.v))
@@ -372,7 +347,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: Prefill
 def test_store_puts_each_head_of_a_token_into_its_slot_and_skips_slot_minus_one() -> None:
     cache = LayerCache(torch.zeros(2, 2, 3, 1), torch.zeros(2, 2, 3, 1))  # 2 blocks of 2 heads, 3 tokens, 1 dimension
     k = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]]).unsqueeze(2)  # (token, head, dimension)
-    store(k, -k, cache.k, cache.v, torch.tensor([4, -1, 0, 2]))
+    store_keys_values(k, -k, cache.k, cache.v, torch.tensor([4, -1, 0, 2]))
     assert cache.k.squeeze(3).tolist() == [[[3, 0, 4], [30, 0, 40]], [[0, 1, 0], [0, 10, 0]]]
     assert torch.equal(cache.v, -cache.k)
 
@@ -402,13 +377,13 @@ def test_prefill_of_whole_prompts_needs_no_cache() -> None:
     sequences.assert_attended(out, q, [3, 5])
 
 
-@pytest.mark.parametrize("max_gather_elements", [torch_reference.MAX_GATHER_ELEMENTS, 1])
+@pytest.mark.parametrize("max_gathered", [decode_attention.MAX_GATHERED, 1])
 @pytest.mark.parametrize(("group", "block_size"), [(1, 16), (2, 48), (4, 16)])
 def test_decode_of_mixed_contexts_equals_naive_attention(
-    group: int, block_size: int, max_gather_elements: int, monkeypatch: pytest.MonkeyPatch
+    group: int, block_size: int, max_gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows gathered together, and (with room for one element) one row at a time."""
-    monkeypatch.setattr(torch_reference, "MAX_GATHER_ELEMENTS", max_gather_elements)
+    monkeypatch.setattr(decode_attention, "MAX_GATHERED", max_gathered)
     sequences, ones = page(MIXED, block_size, num_kv_heads=2), [1] * len(MIXED)
     sequences.store_all_but(ones)
     metadata = DecodeMetadata(

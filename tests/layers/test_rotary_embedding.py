@@ -12,9 +12,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.attention.attention_layer import norm_rope_store
-from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies, rotate
+from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies
 from nanoinfer.models import REGISTRY
+from nanoinfer.ops.kv_cache.spec import norm_rope_store, rotate
 
 SIZES: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

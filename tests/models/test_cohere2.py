@@ -19,8 +19,9 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotate
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models import REGISTRY
+from nanoinfer.ops.kv_cache.spec import rotate
 from tests.models.test_architectures import checkpoint, draw_prompts
 
 __all__ = ["checkpoint"]  # a fixture

@@ -1,11 +1,14 @@
-"""The interface that attention backends implement; `backend_selection.py` chooses one for each kind of layer."""
+"""The interface of attention backends, and the one in plain PyTorch; `backend_selection.py` chooses for each layer."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, MetadataT, PrefillMetadata
+from nanoinfer.ops.decode_attention.spec import decode_attention
+from nanoinfer.ops.prefill_attention.spec import causal_attention, full_attention, gather_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,42 @@ class AttentionBackend(Protocol):
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         """Attend from one token of each row. The result of a row without context is undefined, but never an error."""
+
+
+class TorchBackend(AttentionBackend):
+    """Computes attention in plain PyTorch on any device; the other backends are tested against it."""
+
+    name = "torch"
+    needs_host = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        has_neither = spec.soft_cap is None and not spec.has_sinks
+        assert spec.causal or has_neither, "attention to both sides has no caps and no sinks here"
+        self.spec = spec
+        self._scratch: list[Tensor] = []
+
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
+        spec, out = self.spec, torch.empty_like(q)
+        tensors = cache.k, cache.v, cache.k_scales, cache.v_scales
+        start = 0
+        for index, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
+            chunk = slice(start, start + query_len)
+            context_k, context_v = k[chunk], v[chunk]
+            if query_len != context_len or cache.in_8_bits:
+                table = metadata.block_tables[index]
+                context_k, context_v = gather_context(*tensors, table, context_len, q.dtype)
+            if spec.causal:
+                options = spec.scale, spec.window, sinks, spec.soft_cap
+                out[chunk] = causal_attention(q[chunk], context_k, context_v, *options)
+            else:
+                out[chunk] = full_attention(q[chunk], context_k, context_v, spec.scale, spec.window)
+            start += query_len
+        return out
+
+    def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
+        spec = self.spec
+        tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
+        options = spec.scale, spec.window, sinks, spec.soft_cap
+        return decode_attention(*tensors, metadata.block_tables, metadata.context_lens, *options, self._scratch)

@@ -6,10 +6,9 @@ import torch
 
 from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.chunked import ChunkedBackend
 from nanoinfer.layers.attention.metadata import KVCache, MetadataT
-from nanoinfer.layers.attention.torch_reference import TorchBackend
 
 FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
 MAX_HEAD_DIM = 256
@@ -112,7 +111,7 @@ def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: Attention
     is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None and spec.causal
     if not is_plain or not has_hopper_kernels(device):
         return False
-    from nanoinfer.kernels.hopper_prefill_attention import serves
+    from nanoinfer.ops.prefill_attention.hopper import serves
 
     return serves(spec.head_dim, spec.group_size, block_size, dtype)
 

@@ -112,7 +112,7 @@ class PrefillMetadata:
 
 
 class TileList(NamedTuple):
-    """Lists tiles of keys that rows attend to: see `plan_decode` in `kernels/paged_decode_attention.py`."""
+    """Lists tiles of keys that rows attend to: see `plan_decode` in `ops/decode_attention/triton.py`."""
 
     tiles: Tensor  # (max_tiles, 4) int32
     row_starts: Tensor  # (num_rows + 1,) int32

@@ -10,10 +10,10 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.linear import PartialSum, RowParallelLinear, wide_rows
-from nanoinfer.layers.linear_attention.delta_rule import DeltaWeights, gated_delta_prefill, gated_delta_step
 from nanoinfer.layers.linear_attention.projections import CausalConvolution, ba_projection, qkvz_projection
 from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.delta_rule.spec import gated_delta_prefill, gated_delta_step
 
 
 class GatedNorm(nn.Module):
@@ -64,7 +64,7 @@ class GatedDeltaNet(nn.Module):
         """(num_tokens, hidden_size) -> the same, to be added up by the next norm. rows: the places of the states."""
         qkvz = self.in_proj_qkvz(hidden)
         ba = self.in_proj_ba(hidden if self.in_proj_ba.input_format is not None else wide_rows(hidden))
-        weights = DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps)
+        weights = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps
         layer = states.matrices, states.conv_inputs, *weights
         if isinstance(metadata, PrefillMetadata):
             out = gated_delta_prefill(qkvz, ba, rows, metadata.query_lens, metadata.context_lens, *layer)

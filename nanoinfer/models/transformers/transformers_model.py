@@ -18,7 +18,6 @@ from nanoinfer.checkpoint.weights import listed
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import VocabShard
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.attention.attention_layer import store
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
@@ -37,6 +36,7 @@ from nanoinfer.models.transformers.transformers_config import (
     make_config,
     shortened,
 )
+from nanoinfer.ops.kv_cache.spec import store_keys_values
 
 logger = logging.getLogger("nanoinfer")
 
@@ -67,7 +67,7 @@ class CachedAttention:
             k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
         cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
-        store(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
+        store_keys_values(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
         if isinstance(metadata, PrefillMetadata):
             heads = self._backend.prefill(q, k, v, cache, metadata, sinks)

@@ -1,4 +1,4 @@
-"""Paged decode attention: one query token per sequence, work split as in stream-K. Twin: `TorchBackend.decode`.
+"""Paged decode attention: one query token per sequence, work split as in stream-K.
 
 Decode is bound by the memory bandwidth for reading keys and values, so all programs should read the same amount.
 
@@ -13,6 +13,7 @@ Decode is bound by the memory bandwidth for reading keys and values, so all prog
   the shared blocks once for all queries of a group; the second one reads the rest of each row, and adds the first
   pass's result by its log-sum-exp. Both passes run the same two kernels: the first pass treats a group as the second
   treats a row.
+- A cache in 8 bits: values are widened to float16, which holds them all, several with one instruction.
 
 Below, `group_size` counts the query heads of a KV head. Every other group is one of rows that share a prefix.
 
@@ -28,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.bytes_to_float16 import interleaved, widened, widened_bytes
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
 from nanoinfer.ops.common.math import soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
@@ -47,6 +47,35 @@ ENDS_ROW, BEGINS_LATER, HIDDEN_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.cons
 LIFT = tl.constexpr(6)
 LOG2_E = tl.constexpr(math.log2(math.e))
 MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
+
+# A GPU widens two values of e4m3 at a time, but only neighbours in a register, and has no such instruction for int8. Of
+# int8, `prmt` puts the byte of value + 128 below 0x64: the float16 number 1024 + 128 + value.
+#
+# Values that a product sums over lie in different rows, and so in different registers: four neighbours of a row come as
+# one word, and are widened together with those of another row, each to its own result.
+_PAIRS_OF_E4M3 = tl.constexpr("""{
+    .reg .b32 pair; .reg .b16 low, high;
+    prmt.b32 pair, $4, $5, 0x0040; mov.b32 {low, high}, pair; cvt.rn.f16x2.e4m3x2 $0, low;
+    prmt.b32 pair, $4, $5, 0x0051; mov.b32 {low, high}, pair; cvt.rn.f16x2.e4m3x2 $1, low;
+    prmt.b32 pair, $4, $5, 0x0062; mov.b32 {low, high}, pair; cvt.rn.f16x2.e4m3x2 $2, low;
+    prmt.b32 pair, $4, $5, 0x0073; mov.b32 {low, high}, pair; cvt.rn.f16x2.e4m3x2 $3, low;
+}""")
+_PAIRS_OF_INT8 = tl.constexpr("""{
+    .reg .b32 one, two, pair, above, offset;
+    mov.b32 above, 0x64646464; mov.b32 offset, 0x64806480;
+    xor.b32 one, $4, 0x80808080; xor.b32 two, $5, 0x80808080;
+    prmt.b32 pair, one, two, 0x0040; prmt.b32 pair, pair, above, 0x4140; sub.f16x2 $0, pair, offset;
+    prmt.b32 pair, one, two, 0x0051; prmt.b32 pair, pair, above, 0x4140; sub.f16x2 $1, pair, offset;
+    prmt.b32 pair, one, two, 0x0062; prmt.b32 pair, pair, above, 0x4140; sub.f16x2 $2, pair, offset;
+    prmt.b32 pair, one, two, 0x0073; prmt.b32 pair, pair, above, 0x4140; sub.f16x2 $3, pair, offset;
+}""")
+_FOUR_OF_INT8 = tl.constexpr("""{
+    .reg .b32 four, above, offset;
+    mov.b32 above, 0x64646464; mov.b32 offset, 0x64806480;
+    xor.b32 four, $2, 0x80808080;
+    prmt.b32 $0, four, above, 0x4140; prmt.b32 $1, four, above, 0x4342;
+    sub.f16x2 $0, $0, offset; sub.f16x2 $1, $1, offset;
+}""")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -112,6 +141,50 @@ def _load_tile(cache_ptr, first_line, visible, size: tl.constexpr, SIZE: tl.cons
     dim = tl.arange(0, SIZE)
     offsets = token[:, None] * size + dim[None, :]
     return tl.load(cache_ptr + first_line * size + offsets, mask=visible[:, None] & (dim < size)[None, :], other=0.0)
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Return values in `dtype`. ASM: whether PTX can be used; `dtype` is float16 then."""
+    if ASM and x.dtype == tl.int8:
+        return tl.inline_asm_elementwise(_FOUR_OF_INT8, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def widened_bytes(words, byte_dtype: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Return the four values of `byte_dtype` in each int32 word, the lowest byte first, as four tensors in `dtype`."""
+    if ASM:
+        code: tl.constexpr = _PAIRS_OF_INT8 if byte_dtype == tl.int8 else _PAIRS_OF_E4M3
+        return tl.inline_asm_elementwise(
+            code,
+            "=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return (
+            _widened_byte(words, 0, byte_dtype, dtype),
+            _widened_byte(words, 1, byte_dtype, dtype),
+            _widened_byte(words, 2, byte_dtype, dtype),
+            _widened_byte(words, 3, byte_dtype, dtype),
+        )
+
+
+@triton.jit
+def _widened_byte(words, index: tl.constexpr, byte_dtype: tl.constexpr, dtype: tl.constexpr):
+    byte = (words >> (8 * index)).to(tl.int8)
+    return byte.to(dtype) if byte_dtype == tl.int8 else byte.to(byte_dtype, bitcast=True).to(dtype)
+
+
+@triton.jit
+def interleaved(x0, x1, x2, x3):
+    """Return (rows, 4 * columns): the first columns of all four, (rows, columns) each, then the second ones."""
+    pairs = tl.join(tl.join(x0, x1), tl.join(x2, x3))  # (rows, columns, first or second of a pair, pair)
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (x0.shape[0], 4 * x0.shape[1]))
 
 
 @triton.jit
@@ -444,15 +517,12 @@ def paged_decode_attention(
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attend from one token of each row to the row's cached tokens; the result has the shape of q.
+    """Compute what `decode_attention` in spec.py does, from a plan in the place of block tables, lengths and a window.
 
-    q: (num_rows, num_heads, head_dim), heads contiguous; num_heads a multiple of the KV heads, head_dim at most 256.
-    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a multiple of 16.
-    k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits. scale: of the scores.
-    tiles, row_starts, tile_size: from `plan_decode`. A row without tokens gives zeros.
+    q: heads contiguous, head_dim at most 256. k_cache, v_cache: contiguous; block_size a multiple of 16. tiles,
+    row_starts, tile_size: from `plan_decode`. A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
-    prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out. sinks: (num_heads,), and
-    soft_cap: see `AttentionSpec`.
+    prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group_size = q.shape[1] // k_cache.shape[1]

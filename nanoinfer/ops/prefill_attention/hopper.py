@@ -1,4 +1,4 @@
-"""Paged prefill attention for Hopper GPUs, in Gluon. Twin: `TorchBackend.prefill`.
+"""Paged prefill attention for Hopper GPUs, in Gluon.
 
 It computes what `paged_prefill_attention` does, from the same tiles, and is the faster the longer the contexts: the
 warps of a program have parts of their own (FlashAttention 3, Shah et al. 2024).
@@ -10,7 +10,8 @@ warps of a program have parts of their own (FlashAttention 3, Shah et al. 2024).
 - As many programs run as there are multiprocessors, and each takes the next tile when it is done with one, so that
   long and short ones even out.
 
-Triton's interpreter does not run Gluon: the twin is compared on a GPU alone, and a CPU only compiles the kernel.
+Triton's interpreter does not run Gluon: the kernel is compared with its specification on a GPU alone, and a CPU only
+compiles it.
 """
 
 import math
@@ -28,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanoinfer.kernels.paged_prefill_attention import TILE_ROWS
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile, thread_barrier
+from nanoinfer.ops.prefill_attention.triton import TILE_ROWS
 
 KEYS = 128  # of a tile
 STAGES = 2  # tiles of keys and of values that shared memory holds

@@ -1,4 +1,4 @@
-"""The twin of all attention kernels against attention as one writes it down, in float64."""
+"""The specification of all attention kernels against attention as one writes it down, in float64."""
 
 import math
 from dataclasses import replace
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention import torch_reference
+from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.chunked import ChunkedBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata
-from nanoinfer.layers.attention.torch_reference import TorchBackend
+from nanoinfer.ops.decode_attention import spec as decode_attention
+from nanoinfer.ops.prefill_attention import spec as prefill_attention
 from tests.attention_cases import DECODE_CASES, FP8, INT8, PREFILL_CASES, Case, Layer, Step, assert_close, random_step
 
 CASES = DECODE_CASES | {f"prefill, {name}": case for name, case in PREFILL_CASES.items()}
@@ -54,13 +55,14 @@ def context(cache: LayerCache, side: str, block_table: Tensor, length: int) -> T
     return x.transpose(1, 2).flatten(0, 1)[:length]
 
 
-@pytest.mark.parametrize("max_gather_elements", [torch_reference.MAX_GATHER_ELEMENTS, 1])
+@pytest.mark.parametrize("max_elements", [decode_attention.MAX_GATHERED, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_windows_scales_and_caches_in_8_bits_are_as_written_down(
-    name: str, max_gather_elements: int, monkeypatch: pytest.MonkeyPatch
+    name: str, max_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows of a decode step gathered together, and one row at a time."""
-    monkeypatch.setattr(torch_reference, "MAX_GATHER_ELEMENTS", max_gather_elements)
+    """All rows of a decode step gathered together, and one row at a time; of capped scores, one query at a time."""
+    monkeypatch.setattr(decode_attention, "MAX_GATHERED", max_elements)
+    monkeypatch.setattr(prefill_attention, "MAX_SCORES", max_elements)
     case = CASES[name]
     step = case.step()
     has_context = slice(None) if case.query_lens else torch.tensor(case.context_lens) > 0

@@ -1,27 +1,28 @@
-"""Fuses what happens between the packed QKV projection and attention: q/k norm, RoPE, and the KV-cache write.
+"""Kernels that write keys and values to a paged KV cache in 16 or 8 bits, and one that widens blocks of 8 bits.
 
-The twin is `norm_rope_store` in `layers/attention/attention_layer.py`. Heads of queries and keys are normalised and
-rotated in place. Keys and values are copied to their slots of the paged cache. A program holds a few heads of one token
-as two tiles (heads, head_dim / 2), one for each of the halves that RoPE mixes. So only the sum of squares moves data
-between threads. Where only the first dimensions are rotated, the tiles hold the halves of these and the halves of the
-others, which are turned by nothing. Where RoPE turns neighbouring dimensions, the tiles hold the even and the odd ones.
+A program of `norm_rope_store` holds a few heads of one token as two tiles (heads, head_dim / 2), one for each of the
+halves that RoPE mixes. So only the sum of squares moves data between threads. Where only the first dimensions are
+rotated, the tiles hold the halves of these and the halves of the others, which are turned by nothing. Where RoPE turns
+neighbouring dimensions, the tiles hold the even and the odd ones. Queries and keys are rotated in place.
 
-For a cache in 8 bits, keys and values are rounded as `quantize_vectors` in `layers/attention/kv_quantization.py` says.
+A program of `store_keys_values` holds some heads of one token, and reads them with the strides that they have.
 """
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nanoinfer.kernels.kv_cache_format import LARGEST
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import SMALLEST_SCALE
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.kv_cache.spec import LARGEST
 
 NUM_WARPS = 4
 # Four elements for each thread: 16 bytes in float32, 8 in a 16-bit dtype. With these, Triton gives all tiles the same
 # layout, and all loads can be in flight together. With more it would have to convert the layout of 16-bit tiles.
 TILE = NUM_WARPS * 32 * 4
+STORED_TILE = 1024  # elements of a program that only stores
+WIDENED_TILE = 4096  # elements of a program that widens a cache in 8 bits
 
 
 @triton.jit
@@ -149,33 +150,96 @@ def _norm_rope_store_kernel(
         tl.store(v_cache_ptr + target + distance, stored_second, mask=is_value)
 
 
-def norm_rope_store(
-    qkv: Tensor,
-    norm_weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise and rotate queries and keys in place, and write keys and values to their slots. Slot -1 is skipped.
+@triton.jit
+def _store_rows(
+    x_ptr,
+    cache_ptr,
+    scales_ptr,  # None unless the cache is in 8 bits
+    line,
+    is_head,
+    dim,
+    head_dim: tl.constexpr,
+    largest: tl.constexpr,
+):
+    mask = is_head & (dim < head_dim)
+    x = tl.load(x_ptr, mask=mask, other=0.0)
+    if scales_ptr is not None:
+        largest_here = tl.max(_magnitude(x), axis=1)[:, None]
+        scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
+        tl.store(scales_ptr + line, scale, mask=is_head)
+        x = _rounded(x, scale, largest, cache_ptr.dtype.element_ty)
+    tl.store(cache_ptr + line * head_dim + dim, x, mask=mask)
 
-    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous; head_dim even. Or (num_splits, ...),
-    partial sums of a split-K product, which are first added up into qkv[0].
-    norm_weights: of queries and keys, (head_dim,) each, in the dtype of qkv, or both in float32; None for a model
-    without q/k norms.
-    positions: (num_tokens,) int. cos_sin_cache: (max_positions, rotary_dim) float32, contiguous; the first rotary_dim
-    dimensions of each head are rotated.
-    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
-    slot_mapping: (num_tokens,) int64, block_id * block_size + offset.
-    k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
-    interleaved: whether RoPE turns pairs of neighbouring dimensions, instead of one from each half.
-    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), views of qkv.
-    """
+
+@triton.jit
+def _store_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    slot_mapping_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    num_kv_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    HEADS: tl.constexpr,  # heads of a program
+    DIM: tl.constexpr,  # head_dim, rounded up to a power of two
+    largest: tl.constexpr,  # the largest value of a format of 8 bits
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
+    if slot >= 0:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+        dim = tl.broadcast_to(tl.arange(0, DIM)[None, :], HEADS, DIM)
+        is_head = head < num_kv_heads
+        line = (slot // block_size * num_kv_heads + head) * block_size + slot % block_size
+        k_ptrs = k_ptr + token * k_token_stride + head * k_head_stride + dim
+        v_ptrs = v_ptr + token * v_token_stride + head * v_head_stride + dim
+        _store_rows(k_ptrs, k_cache_ptr, k_scales_ptr, line, is_head, dim, head_dim, largest)
+        _store_rows(v_ptrs, v_cache_ptr, v_scales_ptr, line, is_head, dim, head_dim, largest)
+
+
+@triton.jit
+def _widen_blocks_kernel(
+    values_ptr,
+    scales_ptr,
+    block_ids_ptr,
+    out_ptr,
+    num_vectors,  # of a block
+    head_dim: tl.constexpr,
+    VECTORS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # head_dim, padded
+):
+    place = tl.program_id(0).to(tl.int64)
+    block = tl.load(block_ids_ptr + place).to(tl.int64)
+    vector = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)
+    dim = tl.arange(0, HEAD_DIM)
+    offsets = vector[:, None] * head_dim + dim[None, :]
+    mask = (vector < num_vectors)[:, None] & (dim < head_dim)[None, :]
+    values = tl.load(values_ptr + block * num_vectors * head_dim + offsets, mask=mask, other=0.0).to(tl.float32)
+    scales = tl.load(scales_ptr + block * num_vectors + vector, mask=vector < num_vectors, other=0.0)
+    wide = (values * scales[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place * num_vectors * head_dim + offsets, wide, mask=mask)
+
+
+def norm_rope_store(
+    qkv,
+    norm_weights,
+    eps,
+    positions,
+    cos_sin_cache,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    k_scales=None,
+    v_scales=None,
+    interleaved=False,
+):
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     num_splits, split_stride = (len(qkv), qkv.stride(0)) if qkv.dim() == 3 else (1, 0)
     qkv = qkv[0] if qkv.dim() == 3 else qkv
@@ -221,3 +285,44 @@ def norm_rope_store(
         **overlap_options(qkv.device),
     )
     return q, k, v
+
+
+def store_keys_values(k, v, k_cache, v_cache, slot_mapping, k_scales=None, v_scales=None):
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    assert k.stride(2) == v.stride(2) == 1, f"heads must be contiguous, strides {k.stride()} and {v.stride()}"
+    assert k_cache.is_contiguous(), "the keys of the cache must be contiguous"
+    assert v_cache.is_contiguous(), "the values of the cache must be contiguous"
+    if not len(k):
+        return
+    padded_dim = next_power_of_2(head_dim)
+    heads_per_program = min(next_power_of_2(num_kv_heads), max(1, STORED_TILE // padded_dim))
+    _store_kernel[(len(k), -(-num_kv_heads // heads_per_program))](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        k_scales,
+        v_scales,
+        slot_mapping,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim=head_dim,
+        HEADS=heads_per_program,
+        DIM=padded_dim,
+        largest=LARGEST.get(k_cache.dtype),
+        num_warps=NUM_WARPS,
+    )
+
+
+def widen_blocks(values, scales, block_ids, out):
+    head_dim, num_vectors = values.shape[3], scales[0].numel()
+    padded = next_power_of_2(head_dim)
+    vectors = WIDENED_TILE // padded
+    assert out.dtype in (torch.bfloat16, torch.float16), f"blocks are widened to 16 bits, not to {out.dtype}"
+    _widen_blocks_kernel[(len(block_ids), triton.cdiv(num_vectors, vectors))](
+        values, scales, block_ids, out, num_vectors, head_dim=head_dim, VECTORS=vectors, HEAD_DIM=padded
+    )

@@ -1,4 +1,4 @@
-"""Paged prefill attention: prompts attend to their contexts in the cache. Twin: `TorchBackend.prefill`.
+"""Paged prefill attention: prompts attend to their contexts in the cache.
 
 Attention is causal, or, for encoders, of whole texts to both sides.
 
@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.device import to_device
-from nanoinfer.kernels.paged_decode_attention import LIFT, LOG2_E, MASKED, padded_head_dim
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
 from nanoinfer.ops.common.math import soft_capped
+from nanoinfer.ops.decode_attention.triton import LIFT, LOG2_E, MASKED, padded_head_dim
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 
@@ -265,13 +265,12 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Attend from all tokens of a step's chunks to their contexts; the result has the shape of q.
 
+    For each chunk it computes `causal_attention` or `full_attention` in spec.py, of what `gather_context` reads there.
+
     q: (num_tokens, num_heads, head_dim), the heads of a token contiguous; num_heads a multiple of the KV heads,
-    head_dim at most 256. k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous; block_size a
-    multiple of 16. k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache in 8 bits.
-    tiles: from `plan_prefill`. block_tables: (num_chunks, max_blocks) int32. scale: of the scores. window: how many
-    tokens each one attends to, itself included; None for all. sinks: (num_heads,), see `AttentionSpec`. cu_lens:
-    (num_chunks + 1,) int32, where each text begins and ends, for attention to both sides, within the window if there
-    is one; None for causal attention. soft_cap: see `AttentionSpec`.
+    head_dim at most 256. k_cache, v_cache: contiguous; block_size a multiple of 16. tiles: from `plan_prefill`.
+    block_tables: (num_chunks, max_blocks) int32. cu_lens: (num_chunks + 1,) int32, where each text begins and ends, for
+    attention to both sides; None for causal attention.
     """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape

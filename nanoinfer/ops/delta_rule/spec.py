@@ -20,29 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import kernels
-from nanoinfer.kernels.triton_twins import triton_on_cuda
-from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
+from nanoinfer.ops.dispatch import op
 
-CHUNK = 64
+CHUNK = 64  # tokens
 L2_EPS = 1e-6
 
 
-class DeltaWeights(NamedTuple):
-    """The small weights of a layer with linear attention.
-
-    conv: (conv_size, conv_width). a_log, dt_bias: (num_value_heads,) float32. norm: (value_head_dim,), of the
-    gated norm of the output. eps: its epsilon.
-    """
-
-    conv: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-    eps: float
-
-
-@triton_on_cuda(lambda: kernels.gated_delta_step.gated_delta_step)
+@op
 def gated_delta_step(
     qkvz: Tensor,
     ba: Tensor,
@@ -58,34 +42,33 @@ def gated_delta_step(
 ) -> Tensor:
     """Compute one token of each row, and leave the states as they are after it.
 
-    qkvz: (num_rows, conv_size + value_size), queries, keys and values before their convolution, and the output's gates.
-    ba: (num_rows, 2 * num_value_heads). rows: (num_rows,) int32, the places of their states; padding has -1.
-    positions: (num_rows,); at position 0 a state begins anew. matrices, conv_inputs: as in LayerStates. The weights:
-    as in DeltaWeights. Returns (num_rows, value_size).
+    qkvz: (num_rows, conv_size + value_size), queries, keys and values before their convolution, and the output's gates;
+    rows contiguous. ba: (num_rows, 2 * num_value_heads), likewise. rows: (num_rows,) int32, the places of their states;
+    padding has -1, the last place. positions: (num_rows,) int64; at position 0 a state begins anew. matrices:
+    (num_places, num_value_heads, key_head_dim, value_head_dim) float32. conv_inputs: (num_places, conv_width,
+    conv_size), the inputs of the newest tokens; that of position p is at p % conv_width. conv_weight: (conv_size,
+    conv_width). a_log, dt_bias: (num_value_heads,) float32. norm_weight: (value_head_dim,), of the gated norm of the
+    output. eps: its epsilon. From positions on, all are contiguous. Returns (num_rows, value_size).
     """
-    states = LayerStates(matrices, conv_inputs)
-    weights = DeltaWeights(conv_weight, a_log, dt_bias, norm_weight, eps)
     places = rows.long()
-    num_channels, width = weights.conv.shape
+    num_channels, width = conv_weight.shape
     x, z = qkvz[:, :num_channels], qkvz[:, num_channels:]
     earlier = [positions - age for age in range(width - 1, 0, -1)]
     window = [
-        torch.where((position >= 0).unsqueeze(1), states.conv_inputs[places, position % width], 0)
-        for position in earlier
+        torch.where((position >= 0).unsqueeze(1), conv_inputs[places, position % width], 0) for position in earlier
     ]
-    q, k, v = _split_heads(_convolve([*window, x], weights.conv), states)
-    states.conv_inputs[places, positions % width] = x
-    g, beta = _gates(ba, weights)
-    matrices = states.matrices[places]  # (num_rows, heads, key_head_dim, value_head_dim)
-    matrices = torch.where((positions > 0)[:, None, None, None], matrices, 0) * g.exp()[..., None, None]
-    delta = (v - (matrices * k.unsqueeze(-1)).sum(-2)) * beta.unsqueeze(-1)
-    matrices = matrices + k.unsqueeze(-1) * delta.unsqueeze(-2)
-    states.matrices[places] = matrices
-    out = (matrices * q.unsqueeze(-1)).sum(-2)
-    return gated_norm(out.to(x.dtype), z, weights)
+    q, k, v = _split_heads(_convolve([*window, x], conv_weight), matrices)
+    conv_inputs[places, positions % width] = x
+    g, beta = _gates(ba, a_log, dt_bias)
+    state = torch.where((positions > 0)[:, None, None, None], matrices[places], 0) * g.exp()[..., None, None]
+    delta = (v - (state * k.unsqueeze(-1)).sum(-2)) * beta.unsqueeze(-1)
+    state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)  # (num_rows, heads, key_head_dim, value_head_dim)
+    matrices[places] = state
+    out = (state * q.unsqueeze(-1)).sum(-2)
+    return _gated_norm(out.to(x.dtype), z, norm_weight, eps)
 
 
-@triton_on_cuda(lambda: kernels.gated_delta_prefill.gated_delta_prefill)
+@op
 def gated_delta_prefill(
     qkvz: Tensor,
     ba: Tensor,
@@ -103,28 +86,25 @@ def gated_delta_prefill(
     """Compute the chunks of a prefill step, and leave the states as they are after them.
 
     qkvz, ba: as in `gated_delta_step`, of all tokens. rows: (num_chunks,) int32, the places of the chunks' states.
-    query_lens, context_lens: as in PrefillMetadata. A chunk that starts at 0 ignores what its state was. The others: as
-    in `gated_delta_step`. Returns (num_tokens, value_size).
+    query_lens: tokens of each chunk, laid end to end. context_lens: the same with tokens of earlier steps; a chunk
+    without any ignores what its state was. The others: as in `gated_delta_step`. Returns (num_tokens, value_size).
     """
-    states = LayerStates(matrices, conv_inputs)
-    weights = DeltaWeights(conv_weight, a_log, dt_bias, norm_weight, eps)
-    num_channels, width = weights.conv.shape
+    num_channels = len(conv_weight)
     x, z = qkvz[:, :num_channels], qkvz[:, num_channels:]
     layout = _layout_of(query_lens, context_lens, x.device)
     places = rows.long()
-    convolved = _convolve(_conv_windows(x, layout, places, states, width), weights.conv)
-    _keep_conv_inputs(x, layout, places, states, width)
-    q, k, v = _split_heads(convolved, states)
-    g, beta = _gates(ba, weights)
+    convolved = _convolve(_conv_windows(x, layout, places, conv_inputs), conv_weight)
+    _keep_conv_inputs(x, layout, places, conv_inputs)
+    q, k, v = _split_heads(convolved, matrices)
+    g, beta = _gates(ba, a_log, dt_bias)
     begun = (layout.starts > 0)[:, None, None, None]
-    initial = torch.where(begun, states.matrices[places], 0)
-    out, final = chunked_delta_rule(q, k, v, g, beta, initial, query_lens)
-    states.matrices[places] = final
-    return gated_norm(out.to(x.dtype), z, weights)
+    initial = torch.where(begun, matrices[places], 0)
+    out, matrices[places] = chunked_delta_rule(q, k, v, g, beta, initial, query_lens)
+    return _gated_norm(out.to(x.dtype), z, norm_weight, eps)
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a prefill step belong.
+    """Says where the tokens of a prefill step belong.
 
     token_chunks: (num_tokens,), which chunk of the step a token is in; offsets: (num_tokens,), its place there. starts:
     (num_chunks,), the position of a chunk's first token; firsts: (num_chunks,), its index in the step.
@@ -144,26 +124,28 @@ def _layout_of(query_lens: tuple[int, ...], context_lens: tuple[int, ...], devic
     return Layout(token_chunks, offsets, contexts - lens, firsts)
 
 
-def _conv_windows(x: Tensor, layout: Layout, places: Tensor, states: LayerStates, width: int) -> list[Tensor]:
-    """Return the inputs of the convolution, from the oldest to each token's own: `width` of (num_tokens, conv_size)."""
+def _conv_windows(x: Tensor, layout: Layout, places: Tensor, conv_inputs: Tensor) -> list[Tensor]:
+    """Return the inputs of the convolution, from the oldest to each token's own; each (num_tokens, conv_size)."""
+    width = conv_inputs.shape[1]
     index = torch.arange(len(x), device=x.device)
     positions = layout.starts[layout.token_chunks] + layout.offsets
     windows = []
     for age in range(width - 1, 0, -1):
         of_step = x[(index - age).clamp(min=0)]
-        before = states.conv_inputs[places[layout.token_chunks], (positions - age) % width]
+        before = conv_inputs[places[layout.token_chunks], (positions - age) % width]
         is_here, is_any = (layout.offsets >= age).unsqueeze(1), (positions >= age).unsqueeze(1)
         windows.append(torch.where(is_here, of_step, torch.where(is_any, before, 0)))
     return [*windows, x]
 
 
-def _keep_conv_inputs(x: Tensor, layout: Layout, places: Tensor, states: LayerStates, width: int) -> None:
+def _keep_conv_inputs(x: Tensor, layout: Layout, places: Tensor, conv_inputs: Tensor) -> None:
     """Write the inputs of each chunk's last tokens to its state."""
+    width = conv_inputs.shape[1]
     lens = torch.diff(layout.firsts, append=torch.full_like(layout.firsts[:1], len(x)))
     for age in range(width):
         # A chunk that is too short writes its first one again, to the same place.
         last = (lens - 1 - age).clamp(min=0)
-        states.conv_inputs[places, (layout.starts + last) % width] = x[layout.firsts + last]
+        conv_inputs[places, (layout.starts + last) % width] = x[layout.firsts + last]
 
 
 def _convolve(windows: list[Tensor], weight: Tensor) -> Tensor:
@@ -174,12 +156,12 @@ def _convolve(windows: list[Tensor], weight: Tensor) -> Tensor:
     return F.silu(total.to(windows[-1].dtype))
 
 
-def _split_heads(convolved: Tensor, states: LayerStates) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(convolved: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values for each value head in float32, queries and keys normalised.
 
     Each is (num_tokens, num_value_heads, key_head_dim or value_head_dim).
     """
-    _, num_heads, key_dim, value_dim = states.matrices.shape
+    _, num_heads, key_dim, value_dim = matrices.shape
     key_size = (convolved.shape[1] - num_heads * value_dim) // 2
     q, k, v = convolved.float().split([key_size, key_size, num_heads * value_dim], dim=1)
     q, k = (x.unflatten(1, (-1, key_dim)) for x in (q, k))
@@ -189,21 +171,21 @@ def _split_heads(convolved: Tensor, states: LayerStates) -> tuple[Tensor, Tensor
     return q, k, v.unflatten(1, (num_heads, value_dim))
 
 
-def _gates(ba: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+def _gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return g, the logarithm of the decay, and beta: (num_tokens, num_value_heads) float32 each."""
     b, a = ba.chunk(2, dim=1)
-    g = -weights.a_log.exp() * F.softplus(a.float() + weights.dt_bias)
+    g = -a_log.exp() * F.softplus(a.float() + dt_bias)
     return g, b.sigmoid().float()
 
 
-def gated_norm(out: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
+def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return each head's RMSNorm times silu(z), (num_tokens, value_size). out: (num_tokens, num_value_heads, dim).
 
     The norm is rounded before it is multiplied by its weight, and after.
     """
     wide = out.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + weights.eps)
-    normed = weights.norm * wide.to(out.dtype)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = weight * wide.to(out.dtype)
     return (normed * F.silu(z.float()).view_as(out)).to(out.dtype).flatten(1)
 
 

@@ -1,0 +1,120 @@
+"""Writes of keys and values to a paged KV cache in 16 or 8 bits, after q/k norm and RoPE (Su et al. 2021).
+
+A cache in 8 bits has a scale for each vector, the key or the value of one token in one KV head: the vector's largest
+absolute value over the largest one of the format (448 in e4m3, 127 in int8). So nothing has to be calibrated and
+nothing overflows, and since no rank has a part of a vector, the scales do not depend on the number of ranks. They are
+float32: with a head_dim of 128 they take 4 bytes beside 128, and no vector is too small or too large for them.
+"""
+
+import torch
+from torch import Tensor
+
+from nanoinfer.ops.common.fp8_format import FP8, FP8_MAX, TINY
+from nanoinfer.ops.dispatch import op
+from nanoinfer.ops.norms.spec import rms_norm
+
+LARGEST = {FP8: FP8_MAX, torch.int8: 127.0}  # the largest value of each format of 8 bits
+
+
+@op
+def norm_rope_store(
+    qkv: Tensor,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise and rotate queries and keys, write keys and values to the cache, and return all three.
+
+    qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), rows contiguous, which may be overwritten; head_dim
+    even. Or (num_splits, ...), partial sums of a split-K product, which are added up first.
+    norm_weights: (head_dim,) each, of queries and of keys, in the dtype of qkv, or both in float32; None for a model
+    without q/k norms.
+    positions: (num_tokens,) int. cos_sin_cache: (max_positions, rotary_dim) float32, contiguous; the first rotary_dim
+    dimensions of each head are rotated. interleaved: see `rotate`.
+    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous. slot_mapping: (num_tokens,) int64,
+    block_id * block_size + offset; -1 skips the write. k_scales, v_scales: (num_blocks, num_kv_heads, block_size)
+    float32, for a cache in 8 bits, to which keys and values are rounded as by `quantize_vectors`.
+    Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), not rounded to 8 bits,
+    which may be views of qkv.
+    """
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    if qkv.dim() == 3:
+        qkv = qkv.sum(0, dtype=torch.float32).to(qkv.dtype)
+    heads = qkv.unflatten(1, (-1, head_dim))
+    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norm_weights is not None:
+        q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norm_weights, strict=True))
+    q, k = (rotate(x, positions, cos_sin_cache, interleaved) for x in (q, k))
+    store_keys_values(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
+    return q, k, v
+
+
+@op
+def store_keys_values(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
+    """Write each token's key and value (num_tokens, num_kv_heads, head_dim) to its slot; slot -1 writes nothing.
+
+    k, v: contiguous in head_dim alone: models of transformers hand out views of transposed tensors. The others: see
+    `norm_rope_store`.
+    """
+    kept = slot_mapping >= 0
+    slots, block_size = slot_mapping[kept], k_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        if scales is None:
+            cache[blocks, :, offsets] = x[kept]
+        else:
+            cache[blocks, :, offsets], scales[blocks, :, offsets] = quantize_vectors(x[kept], cache.dtype)
+
+
+@op
+def widen_blocks(values: Tensor, scales: Tensor, block_ids: Tensor, out: Tensor) -> None:
+    """Write the blocks of these ids, times their scales, to the first places of `out`.
+
+    values: (num_blocks, num_kv_heads, block_size, head_dim) in 8 bits; scales: the same without head_dim, float32; both
+    contiguous. block_ids: (num_ids,) int32. out: (at least num_ids, ...) as values, in 16 bits.
+    """
+    ids = block_ids.long()
+    out[: len(ids)] = values[ids].float() * scales[ids].unsqueeze(-1)
+
+
+def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the two halves of each head, or of its first dimensions, by its token's position, in float32.
+
+    x: (num_tokens, num_heads, head_dim). positions: (num_tokens,). cos_sin_cache: (max_positions, rotary_dim).
+    interleaved: whether neighbouring dimensions are turned together, 0 and 1, 2 and 3, in place of the halves.
+    """
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)  # (num_tokens, 1, rotary_dim / 2) each
+    rotary_dim = cos_sin_cache.shape[1]
+    turned = x[..., :rotary_dim].float()
+    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    halves = [half.to(x.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
+    rotated = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
+    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
+
+
+def quantize_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round vectors, (..., head_dim), to `dtype`; return them and their scales, (...) float32.
+
+    Zeros stay zeros. A vector with NaN or infinity becomes NaN as a whole, by its scale: int8 has no value for that.
+    """
+    x = x.float()
+    largest = x.abs().amax(dim=-1)
+    scales = torch.where(largest < torch.inf, largest * (1 / LARGEST[dtype]), torch.nan)
+    has_reciprocal = (scales >= TINY).unsqueeze(-1)
+    x = torch.where(has_reciprocal, x * (1.0 / scales).unsqueeze(-1), 0.0).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (x if dtype.is_floating_point else (x + 0.5).floor()).to(dtype), scales
