@@ -118,7 +118,7 @@ def why_not_captured(model: SplitModel) -> str | None:
     token_ids, positions = torch.tensor([5, 9], device=device), torch.tensor([0, 1], device=device)
 
     def step() -> Tensor:
-        with handling_attention(_attend_alone):
+        with handling_attention(attend_alone):
             return model.compute_logits(model.run(token_ids, positions)[0][0])
 
     graph = torch.cuda.CUDAGraph()
@@ -138,11 +138,11 @@ def why_not_captured(model: SplitModel) -> str | None:
 def _run_alone(model: SplitModel, token_ids: Sequence[int], positions: Sequence[int] | None) -> Tensor:
     device = next(model.model.parameters()).device
     places = None if positions is None else torch.tensor(positions, device=device)
-    with handling_attention(_attend_alone):
+    with handling_attention(attend_alone):
         return model.run(torch.tensor(token_ids, device=device), places)[0][0]
 
 
-def _attend_alone(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def attend_alone(_module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     """Return what a token makes of itself, so that its query and its key show too."""
     size = query.mean(-1).mean(1) + key.mean(-1).mean(1)  # (1, num_tokens)
     return seen_alone(query, value) + size[:, :, None, None].to(value.dtype)

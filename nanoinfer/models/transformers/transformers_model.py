@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.checkpoint.weights import listed
-from nanoinfer.device import default_dtype
+from nanoinfer.device import cpu_threads, default_dtype, num_step_threads
 from nanoinfer.distributed.tensor_parallel import VocabShard
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.attention_layer import store
@@ -26,6 +26,7 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
+from nanoinfer.models.transformers.compilation import CompiledLayers, compile_layers
 from nanoinfer.models.transformers.fast_norms import use_norm_kernel
 from nanoinfer.models.transformers.guards import check_cache, check_head, check_mixing, why_not_captured
 from nanoinfer.models.transformers.probe import AttentionCall
@@ -102,6 +103,7 @@ class TransformersModel(nn.Module):
         self.vocab = VocabShard(0, config.vocab_size if self.generates else 0)
         self.logits_dtype = next(self.parameters()).dtype
         self._attentions = _cached_attentions(config, max_positions, backends)
+        self.compiled_layers: CompiledLayers | None = None
         stored = {name for name, _ in self.named_parameters()}
         self.ignored_weights = tuple(  # a weight that is tied has its own name once
             name for name in model.model.state_dict() if f"hf_model.{name}" not in stored
@@ -117,11 +119,12 @@ class TransformersModel(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         random_seed: int | None,
+        compiles: bool,
     ) -> "TransformersModel":
         """Return the model on its device, with its weights, or random ones if there is a seed.
 
-        Raises ModelError for weights that are missing, left over or of another shape, and for a model that `guards.py`
-        refuses.
+        compiles: whether its layers are compiled. Raises ModelError for weights that are missing, left over or of
+        another shape, and for a model that `guards.py` refuses; ConfigError where layers cannot be compiled.
         """
         assert isinstance(config, TransformersConfig), f"{config.architecture} was not read as a model of transformers"
         model_class = find_class(config.fields)
@@ -142,6 +145,9 @@ class TransformersModel(nn.Module):
         if config.pooling is not None and config.pooling.is_classifier and not config.pooling.token_ids:
             check_head(split, config.pooling.method, config.hidden_size)
         loaded = cls(split, config, max_positions, backends).eval()
+        if compiles:
+            with cpu_threads(num_step_threads(model, device)):  # for whose number it compiles
+                loaded.compiled_layers = compile_layers(split, config.calls)
         if loaded.captures_decode and loaded.generates and device.type == "cuda" and (why := why_not_captured(split)):
             loaded.captures_decode = False
             logger.info("%s decodes without CUDA graphs: %s", config.architecture, why)
@@ -172,7 +178,8 @@ class TransformersModel(nn.Module):
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
-        with handling_attention(_StepAttention(self._attentions, step)):
+        plain = nullcontext() if self.compiled_layers is None else self.compiled_layers.switched_off()
+        with handling_attention(_StepAttention(self._attentions, step)), plain:
             options = self._options(step)
             output = self._split.run(step.token_ids, step.positions, output_hidden_states=True, **options)
         return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
@@ -195,7 +202,7 @@ class _StepAttention:
 
     def __call__(
         self,
-        _module: nn.Module,
+        _module: nn.Module | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
