@@ -33,8 +33,8 @@ def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
         config: BaseModelConfig = ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, runner)
         if options.compile:
             raise ConfigError(
-                f"compile=True compiles layers of transformers, and those of {config.architecture} are nanoinfer's own, "
-                "which need none; leave it out, or use model_impl='transformers'"
+                f"compile=True compiles transformers' layers, and those of {config.architecture} are nanoinfer's own; "
+                "leave it out, or use model_impl='transformers'"
             )
         return config
     if options.enable_return_routed_experts:

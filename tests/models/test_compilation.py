@@ -1,21 +1,13 @@
 """Layers of transformers compiled by torch.compile: the same answers, few compilations, updates that are seen."""
 
-import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
-from transformers import LlamaForCausalLM
 
 from nanoinfer import LLM, ConfigError, SamplingParams
-from nanoinfer.models.transformers import compilation
-from nanoinfer.models.transformers.compilation import compile_layers, layers_of
-from nanoinfer.models.transformers.split_model import SplitModel
-from nanoinfer.models.transformers.transformers_config import read_transformers_config
 from tests.models.test_transformers_models import answers, assert_close, load, skip_unless_it_runs
 from tests.models.tiny_transformers import write_tiny
 
@@ -55,5 +47,5 @@ def test_compiled_layers_answer_alike_and_are_compiled_once(architecture: str, t
 
 def test_a_native_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
     write_tiny("LlamaForCausalLM", tmp_path)
-    with pytest.raises(ConfigError, match="of LlamaForCausalLM are nanoinfer's own, which need none; leave it out"):
+    with pytest.raises(ConfigError, match="of LlamaForCausalLM are nanoinfer's own; leave it out"):
         LLM(tmp_path, compile=True)
