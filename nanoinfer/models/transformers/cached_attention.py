@@ -64,7 +64,8 @@ class StepAttention:
         options: dict[str, Any],
     ) -> Tensor:
         assert mask is None, "a mask was made, though none was asked for"
-        return self.attend(*(x[0].transpose(0, 1) for x in (query, key, value)), options.get("s_aux"))[None]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend(q, k, v, options.get("s_aux"))[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Compute the next call: see `CachedAttention`."""

@@ -19,6 +19,7 @@ from nanoinfer.models.transformers.attention_interface import handling_attention
 from nanoinfer.models.transformers.guards import attend_alone
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.split_model import SplitModel
+from nanoinfer.models.transformers.transformers_config import shortened
 
 logger = logging.getLogger("nanoinfer")
 
@@ -86,7 +87,7 @@ def compile_layers(model: SplitModel, calls: Sequence[AttentionCall]) -> Compile
             found = [_run_in_order(model, num_tokens) for num_tokens in NUM_TOKENS]
         except Exception as error:  # the compiler fails in many ways
             layers.switch_off()
-            reason = " ".join(str(error).split())[:300]
+            reason = f"{type(error).__name__}: {shortened(error)}"
             continue
         if any(map(_differ, found, expected)):
             layers.switch_off()

@@ -2,14 +2,15 @@
 
 import inspect
 import logging
-from collections.abc import Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.loader import iterate_weights
@@ -184,14 +185,15 @@ def _load_weights(
         tensors[name] = tensor
     options: dict[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True, **dtype_option(dtype)}
     try:
-        # Without the last option, the error for a weight of another shape names none.
-        model, found = model_class.from_pretrained(
-            None,
-            config=make_config(model_class, config.fields),
-            state_dict=tensors,
-            ignore_mismatched_sizes=True,
-            **options,
-        )
+        # Without ignore_mismatched_sizes, the error for a weight of another shape names none.
+        with _without_progress_bars():
+            model, found = model_class.from_pretrained(
+                None,
+                config=make_config(model_class, config.fields),
+                state_dict=tensors,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
     except Exception as error:  # what converts weights fails in its own ways
         raise ModelError(f"transformers cannot load the weights of {folder}: {shortened(error)}") from error
     for kind, what in FAULTS.items():
@@ -199,6 +201,18 @@ def _load_weights(
             raise ModelError(f"{folder} {what} {listed(names)}; is this config.json that of the checkpoint?")
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Let transformers show no bars in a scope: loading is reported by our log alone."""
+    shows_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _draw_weights(
