@@ -65,7 +65,7 @@ def test_compiled_layers_embed_alike_in_bfloat16(tmp_path: Path) -> None:
     for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "compile": True}):
         with load(tmp_path, **options) as llm:
             outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in PROMPTS], use_tqdm=False)
-            found.append(torch.tensor([output.outputs.embedding for output in outputs]))
+            found.append(torch.stack([torch.tensor(output.outputs.embedding) for output in outputs]))
     assert torch.cosine_similarity(*found).min() > 0.999
 
 
