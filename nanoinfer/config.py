@@ -27,6 +27,7 @@ CHANGE_NO_ANSWER = {"device", "tensor_parallel_size", "distributed_executor_back
 CHANGE_NO_ANSWER |= {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "download_dir", "trace"}
 CHANGE_NO_ANSWER |= {"gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching"}
 CHANGE_NO_ANSWER |= {"enforce_eager", "attention_backend", "overlap", "enable_return_routed_experts", "grammar_timeout"}
+CHANGE_NO_ANSWER |= {"compile"}
 
 
 def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -113,6 +114,10 @@ class EngineConfig:
         '"nanoinfer" runs the layers that are written here, "transformers" those of the package transformers, with our '
         'attention, cache and sampling; "auto" takes ours where there are any.',
         ("auto", "nanoinfer", "transformers"),
+    )
+    compile: bool = option(
+        False,
+        "Compile the layers of a model of transformers by torch.compile; the first start then takes a minute longer.",
     )
     quantization: str | None = option(
         None,

@@ -29,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     load_format: Literal["auto", "safetensors", "dummy"]
     runner: Literal["auto", "generate", "pooling"]
     model_impl: Literal["auto", "nanoinfer", "transformers"]
+    compile: bool
     quantization: Literal["fp8", "int4"] | None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
     max_logprobs: int

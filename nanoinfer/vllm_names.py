@@ -31,8 +31,8 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     """: (1,),
     "config_format guided_decoding_backend tokenizer_mode": ("auto",),
     """
-        additional_config allowed_local_media_path code_revision compilation_config cuda_graph_sizes
-        cudagraph_capture_sizes default_mm_loras hf_config_path kv_events_config kv_transfer_config
+        additional_config allowed_local_media_path code_revision cuda_graph_sizes cudagraph_capture_sizes
+        default_mm_loras hf_config_path kv_events_config kv_transfer_config
         limit_mm_per_prompt lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
         max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
         num_speculative_tokens override_generation_config pooler_config quantization_param_path reasoning_parser
@@ -66,6 +66,7 @@ LLM_NAMES: Foreigners = {
     **{name: (accepted, NOT_SUPPORTED) for names, accepted in WITHOUT.items() for name in names.split()},
     "enable_chunked_prefill": only(True, why=CHUNKS),
     "enable_sleep_mode": only(True, False, why="sleep and wake_up need no preparation"),
+    "compilation_config": only(why="compile=True compiles layers of transformers; nanoinfer's own need none"),
     "disable_custom_all_reduce": only(False, why="GPUs that reach each other's memory always use it"),
     "disable_cascade_attn": only(False, why="common prefixes are always read together where that is faster"),
     "disable_log_requests": only(True, why="requests are not logged; on_step shows what runs"),

@@ -143,6 +143,7 @@ def add_model_and_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto", help="nanoinfer's: auto, flash_attn, triton or torch")
     parser.add_argument("--model-impl", default="auto", help="whose layers: auto, nanoinfer or transformers")
+    parser.add_argument("--compile", action="store_true", help="compile layers of transformers")
 
 
 def positive(text: str) -> int:

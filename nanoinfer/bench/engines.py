@@ -29,7 +29,8 @@ def load_engine(model: Model, options: dict[str, Any], args: argparse.Namespace)
 
 def own_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given options of a command that nanoinfer alone has; checkouts of other versions may lack some."""
-    return {name: value for name in ("attention_backend", "model_impl") if (value := getattr(args, name)) != "auto"}
+    given = {name: getattr(args, name) for name in ("attention_backend", "model_impl", "compile")}
+    return {name: value for name, value in given.items() if value not in ("auto", False)}
 
 
 def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> None:

@@ -21,6 +21,8 @@ OPTIONS = {
     "top_k": 0,
     "top_p": 1.0,
     "enforce_eager": False,
+    "model_impl": "auto",
+    "compile": False,
 }
 
 

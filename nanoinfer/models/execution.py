@@ -18,7 +18,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.few_rows_layer import few_rows_kernels_serve, few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import SmallPrefillGraphs, padded_sizes
+from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs, SmallPrefillGraphs, sizes_that_pay
 from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
 from nanoinfer.quantization.linear_method import ProductKind
 
@@ -142,6 +142,5 @@ def small_prefill_graphs(decoder: Decoder, max_step_tokens: int, only_pools: boo
     """
     if decoder.tp.size > 1 or decoder.has_experts or not _has_pieces(decoder):
         return None
-    sizes = sorted({min(size, max_step_tokens) for size in padded_sizes(decoder, only_pools)})
-    few_tokens = max(padded_sizes(decoder, only_pools=False), default=0)
-    return SmallPrefillGraphs(decoder, sizes, min(few_tokens, max_step_tokens)) if sizes else None
+    sizes, few_tokens = sizes_that_pay(decoder.layers, max_step_tokens, only_pools)
+    return DecoderPrefillGraphs(decoder, sizes, few_tokens) if sizes else None

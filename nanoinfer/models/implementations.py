@@ -30,7 +30,13 @@ def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
     """Read the config of a model, and choose whose layers it has. Raises ModelError for one that cannot be run."""
     overrides, quantization, runner = options.hf_overrides, options.quantization, options.runner
     if options.model_impl == "nanoinfer" or not uses_transformers(folder, options):
-        return ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, runner)
+        config: BaseModelConfig = ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, runner)
+        if options.compile:
+            raise ConfigError(
+                f"compile=True compiles transformers' layers, and those of {config.architecture} are nanoinfer's own; "
+                "leave it out, or use model_impl='transformers'"
+            )
+        return config
     if options.enable_return_routed_experts:
         raise ConfigError(
             "enable_return_routed_experts=True needs layers of nanoinfer's own, and those of this model are "
@@ -80,7 +86,8 @@ def load(
     if not isinstance(config, ModelConfig):
         from nanoinfer.models.transformers.transformers_model import TransformersModel
 
-        return TransformersModel.load(config, folder, max_positions, backends, device, dtype, random_seed)
+        of_device = backends, device, dtype
+        return TransformersModel.load(config, folder, max_positions, *of_device, random_seed, options.compile)
     with torch.device(device), default_dtype(dtype):
         model = get_model_class(config.architecture)(config, max_positions, backends, tp)
     if random_seed is None:

@@ -9,12 +9,13 @@ for the largest: see `sliced_prefill.py`.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.device import capturing
 from nanoinfer.models.decoder import Decoder
@@ -111,12 +112,12 @@ def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
     yield
 
 
-def padded_sizes(decoder: Decoder, only_pools: bool) -> list[int]:
+def padded_sizes(layers: Iterable[nn.Module], only_pools: bool) -> list[int]:
     """Return the sizes, in tokens, that steps are padded to: those that take a host longer to launch than a GPU to run.
 
     only_pools: whether the model generates nothing. Then larger sizes are included, for steps of many short texts.
     """
-    num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder.layers)
+    num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
     max_flops = MAX_FLOPS_PER_LAYER_OF_TEXTS if only_pools else MAX_FLOPS_PER_LAYER
     most, sizes, last = max_flops / (2 * num_weights), list[int](), 0
     for end, distance in (PADDING_BY_SIZE_OF_TEXTS if only_pools else PADDING_BY_SIZE).items():
@@ -125,7 +126,13 @@ def padded_sizes(decoder: Decoder, only_pools: bool) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
-class SmallPrefillGraphs:
+def sizes_that_pay(layers: Sequence[nn.Module], max_step_tokens: int, only_pools: bool) -> tuple[list[int], int]:
+    """Return the sizes that small steps are padded to, and up to how many tokens graphs pay for any step."""
+    sizes = sorted({min(size, max_step_tokens) for size in padded_sizes(layers, only_pools)})
+    return sizes, min(max(padded_sizes(layers, only_pools=False), default=0), max_step_tokens)
+
+
+class SmallPrefillGraphs(ABC):
     """Computes prefill steps of at most `sizes[-1]` tokens, each padded to one of `sizes`.
 
     The first steps of a size run without graphs; then the size is captured, but the largest size before all others.
@@ -133,13 +140,19 @@ class SmallPrefillGraphs:
     few_tokens: steps with more tokens have graphs only if their texts are short.
     """
 
-    def __init__(self, decoder: Decoder, sizes: list[int], few_tokens: int) -> None:
+    def __init__(self, sizes: list[int], few_tokens: int) -> None:
         self.sizes, self._few_tokens = sizes, few_tokens
-        self._decoder, self._buffers = decoder, Buffers.of(decoder, sizes[-1])
-        self._buffers.clear()
         self._num_steps = Counter[int]()  # by size
-        self._graphs: dict[int, PieceGraphs] = {}
+        self._graphs: dict[int, Any] = {}  # by size: what `capture` returned
         self._has_failed = False
+
+    @abstractmethod
+    def capture(self, size: int, pool: Any) -> Any:
+        """Return the graphs of steps of a size, with their memory pool as `pool`. pool: see `PieceGraphs`."""
+
+    @abstractmethod
+    def compute(self, step: ForwardStep, size: int, graphs: Any) -> Tensor:
+        """Do what the model's `forward` does, by the graphs of a size that holds the step; None if there are none."""
 
     def serves(self, num_tokens: int, num_chunks: int) -> bool:
         """Return whether graphs pay for such a step: it has few tokens, or many short texts."""
@@ -154,16 +167,13 @@ class SmallPrefillGraphs:
         self._num_steps[size] += 1
         if size not in self._graphs and self._num_steps[size] > STEPS_BEFORE_CAPTURE and not self._has_failed:
             self._capture(size)
-        pieces = self._graphs[size].replay() if size in self._graphs else self._pieces(size)
-        return run_pieces(pieces, self._buffers.first(num_tokens), self._decoder, step)
+        return self.compute(step, size, self._graphs.get(size))
 
-    def graphs_of(self, sizes: Iterable[int], pool: Any = None) -> dict[int, PieceGraphs]:
+    def graphs_of(self, sizes: Iterable[int], pool: Any = None) -> dict[int, Any]:
         """Capture sizes, of which the largest comes first: the others fit into its memory. pool: see `PieceGraphs`."""
-        graphs: dict[int, PieceGraphs] = {}
+        graphs: dict[int, Any] = {}
         for size in sizes:
-            for _ in self._pieces(size):  # compiles and warms up outside the capture
-                pass
-            graphs[size] = PieceGraphs(self._pieces(size), len(self._decoder.layers) + 1, pool)
+            graphs[size] = self.capture(size, pool)
             pool = graphs[size].pool
         return graphs
 
@@ -176,6 +186,24 @@ class SmallPrefillGraphs:
         except RuntimeError as error:
             self._has_failed = True
             logger.warning("prefill steps go on without CUDA graphs: that of %d tokens failed: %s", size, error)
+
+
+class DecoderPrefillGraphs(SmallPrefillGraphs):
+    """Computes small prefill steps of our own decoders and encoders."""
+
+    def __init__(self, decoder: Decoder, sizes: list[int], few_tokens: int) -> None:
+        super().__init__(sizes, few_tokens)
+        self._decoder, self._buffers = decoder, Buffers.of(decoder, sizes[-1])
+        self._buffers.clear()
+
+    def capture(self, size: int, pool: Any) -> PieceGraphs:
+        for _ in self._pieces(size):  # compiles and warms up outside the capture
+            pass
+        return PieceGraphs(self._pieces(size), len(self._decoder.layers) + 1, pool)
+
+    def compute(self, step: ForwardStep, size: int, graphs: PieceGraphs | None) -> Tensor:
+        pieces = self._pieces(size) if graphs is None else graphs.replay()
+        return run_pieces(pieces, self._buffers.first(len(step.token_ids)), self._decoder, step)
 
     def _pieces(self, size: int) -> Iterator[None]:
         return plain_pieces(self._decoder, self._buffers.first(size))

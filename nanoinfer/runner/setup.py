@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import select_device, select_dtype
+from nanoinfer.device import num_step_threads, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -34,7 +34,6 @@ from nanoinfer.sampling.sampler import Sampler
 
 # Kept for graphs of steps that share prefixes; to measure them would compile kernels that many users never need.
 SHARING_BYTES = 64 * 2**20  # 512 rows of Qwen3-8B take about 22 MiB
-MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,6 @@ class Setup:
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
         return load_dense(self.pooling.dense, self.config.load_format == "dummy", self.device)
-
-    def num_threads(self, model: Model) -> int | None:
-        """Return how many CPU threads steps have; None leaves the number as it is."""
-        is_small = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < MIN_THREADED_PARAMETERS
-        return 1 if is_small else None
 
     def free_at_start(self) -> int:
         """Return the bytes of a GPU that are free before the engine takes any; none on a CPU."""
@@ -229,7 +223,7 @@ class Setup:
         if config.enable_return_routed_experts and model_config.moe is not None:
             routing_table = RoutingTable(model_config.moe, limits.num_blocks, block_size, self.device)
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, routing_table)
-        return ModelRunner(model, state, self.backends, self.tp, self.device, self.num_threads(model))
+        return ModelRunner(model, state, self.backends, self.tp, self.device, num_step_threads(model, self.device))
 
     def describe(self, kv_cache: KVCache) -> str:
         """Say what was loaded, for the log."""

@@ -176,6 +176,7 @@ def test_the_host_is_timed_without_pytorch() -> None:
             "nanovllm has no --kv-cache-dtype; leave it",
         ),
         (["throughput", "--engine", "vllm", "--attention-backend", "torch"], "--attention-backend is an option of"),
+        (["loads", "--engine", "transformers", "--compile"], "--compile is an option of nanoinfer; leave it out for"),
         (["loads", "--engine", "transformers", "--tensor-parallel-size", 2], "transformers runs on one GPU"),
         (
             ["throughput", "--engine", "vllm", "--data-parallel-size", 2],

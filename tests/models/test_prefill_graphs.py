@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.models import execution, prefill_graphs
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, SmallPrefillGraphs, padded_sizes
+from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, DecoderPrefillGraphs, padded_sizes
 from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
@@ -32,10 +32,10 @@ WITHOUT_GRAPHS = (*HYBRIDS, *NOT_PLAIN, *WITH_EXPERTS)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The padded sizes of the steps of at most 24 tokens, and whether graphs would have computed them."""
     found: list[tuple[int, bool]] = []
-    of_decoders: dict[int, SmallPrefillGraphs | None] = {}
+    of_decoders: dict[int, Any] = {}
     forward = execution.forward
 
-    def graphs_of(self: SmallPrefillGraphs, sizes: list[int], pool: Any) -> dict[int, Any]:
+    def graphs_of(self: DecoderPrefillGraphs, sizes: list[int], pool: Any) -> dict[int, Any]:
         assert (pool is None) == (not self._graphs)
         assert self._graphs or sizes[0] == 24, "the largest comes first, so that the others fit into its memory"
 
@@ -56,8 +56,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         found.append((min(size for size in small.sizes if size >= num_tokens), False))
         return small(step)
 
-    monkeypatch.setattr(SmallPrefillGraphs, "graphs_of", graphs_of)
-    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, only_pools: [8, 16, 24, 32])
+    monkeypatch.setattr(DecoderPrefillGraphs, "graphs_of", graphs_of)
+    monkeypatch.setattr(prefill_graphs, "padded_sizes", lambda _layers, only_pools: [8, 16, 24, 32])
     monkeypatch.setattr(execution, "forward", small_steps)
     return found
 
@@ -85,14 +85,13 @@ def test_padded_pieces_give_the_tokens_of_whole_steps(
     assert any(in_graph for _, in_graph in sizes)
 
 
-def decoder_of(weights_of_a_layer: int) -> Any:
-    layer = SimpleNamespace(parameters=lambda: iter([torch.empty(weights_of_a_layer, device="meta")]))
-    return SimpleNamespace(layers=[layer])
+def layers_of(weights_of_a_layer: int) -> Any:
+    return [SimpleNamespace(parameters=lambda: iter([torch.empty(weights_of_a_layer, device="meta")]))]
 
 
 def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> None:
     of_0_6b, of_8b, of_32b = (
-        padded_sizes(decoder_of(number), only_pools=False) for number in (15_700_000, 193_000_000, 485_000_000)
+        padded_sizes(layers_of(number), only_pools=False) for number in (15_700_000, 193_000_000, 485_000_000)
     )
     assert of_0_6b == [
         *(64, 128, 192, 256),
@@ -101,18 +100,18 @@ def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> N
     ]
     assert of_8b == [64, 128, 192, 256]
     assert of_32b == [64]
-    assert padded_sizes(decoder_of(2_000_000_000), only_pools=False) == []
+    assert padded_sizes(layers_of(2_000_000_000), only_pools=False) == []
 
 
 def test_models_that_only_pool_have_larger_sizes() -> None:
-    of_0_6b, of_8b = (padded_sizes(decoder_of(number), only_pools=True) for number in (15_700_000, 193_000_000))
+    of_0_6b, of_8b = (padded_sizes(layers_of(number), only_pools=True) for number in (15_700_000, 193_000_000))
     assert of_0_6b[:4] == [64, 128, 192, 256]
     assert [size for size in of_0_6b if size > 1792] == [2048, 2560, 3072, 3584, 4096, *range(5120, 19000, 1024)]
     assert of_8b[-2:] == [1280, 1536]
 
 
 def test_graphs_of_large_sizes_are_for_short_texts() -> None:
-    small = SmallPrefillGraphs.__new__(SmallPrefillGraphs)
+    small = DecoderPrefillGraphs.__new__(DecoderPrefillGraphs)
     small.sizes, small._few_tokens, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
     served = [(256, 1), (257, 3), (2048, 16), (12800, 100), (16384, 128)]
     others = [(257, 2), (2048, 15), (12801, 100), (16384, 127), (16385, 512)]
@@ -151,9 +150,9 @@ def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     found = {"max_step_tokens": 150, "size": 1, "has_experts": False, "has_plain_attention": True}
     given = SimpleNamespace(**{**found, "products": {ProductKind.PLAIN}, **changes})
     decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=[SimpleNamespace(traits=given)])
-    monkeypatch.setattr(execution, "padded_sizes", lambda _decoder, only_pools: [64, 128, 192])
+    monkeypatch.setattr(prefill_graphs, "padded_sizes", lambda _layers, only_pools: [64, 128, 192])
     monkeypatch.setattr(
-        execution, "SmallPrefillGraphs", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes)
+        execution, "DecoderPrefillGraphs", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes)
     )
     small: Any = execution.small_prefill_graphs(decoder, given.max_step_tokens, only_pools=False)
     assert (small and small.sizes) == sizes
@@ -187,7 +186,7 @@ def test_where_a_capture_fails_steps_go_on_without(
 
     monkeypatch.setattr(prefill_graphs, "PieceGraphs", fail)
     monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda _decoder, _buffers: iter([None, None]))
-    small = SmallPrefillGraphs(decoder, [8, 16], few_tokens=16)
+    small = DecoderPrefillGraphs(decoder, [8, 16], few_tokens=16)
     for _ in range(2 * STEPS_BEFORE_CAPTURE):
         step: Any = SimpleNamespace(token_ids=torch.arange(5))
         assert small(step).shape == (5, 4)

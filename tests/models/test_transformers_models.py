@@ -230,6 +230,32 @@ def test_a_model_that_counts_the_places_of_a_step_is_refused(guard: Callable[...
         guard(split, 256) if guard is check_mixing else guard(split)
 
 
+class FailsOnFewTokens(LlamaForCausalLM):
+    """A Llama that cannot run the few tokens of a guard."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].register_forward_pre_hook(lambda _module, args: {}["few tokens"])
+
+
+@pytest.mark.parametrize("guard", [check_mixing, check_cache])
+def test_an_error_while_a_guard_runs_is_a_refusal_that_names_class_and_cause(
+    guard: Callable[..., None], tmp_path: Path
+) -> None:
+    write_tiny("LlamaForCausalLM", tmp_path)
+    split = SplitModel(FailsOnFewTokens.from_pretrained(tmp_path, attn_implementation="nanoinfer").eval())
+    with pytest.raises(ModelError, match=r"FailsOnFewTokens .*\(KeyError: 'few tokens'\).*; run it with transformers"):
+        guard(split, 256) if guard is check_mixing else guard(split)
+
+
+def test_loading_shows_no_bar_of_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_tiny("LlamaForCausalLM", tmp_path)
+    capfd.readouterr()
+    load(tmp_path).close()
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers.utils.logging.is_progress_bar_enabled(), "the user's own loading shows it"
+
+
 def test_what_transformers_layers_cannot_have_is_refused_with_the_remedy(tmp_path: Path) -> None:
     write_tiny("GPTNeoXForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match="use data_parallel_size=2"):

@@ -17,8 +17,8 @@ from transformers.masking_utils import AttentionMaskInterface
 ATTENTION, PROBED_ATTENTION = "nanoinfer", "nanoinfer_probe"
 
 # (module, query, key, value, mask, options) -> the heads' outputs (1, num_tokens, num_heads, head_dim of the values).
-# query, key, value: (1, their number of heads, num_tokens, head_dim).
-AttentionHandler = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
+# query, key, value: (1, their number of heads, num_tokens, head_dim). module: None in compiled layers.
+AttentionHandler = Callable[[nn.Module | None, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
 MaskFunction = Callable[..., Any]  # (batch, head, query's position, key's position) -> whether the query sees the key
 MaskHandler = Callable[[MaskFunction, int, int, torch.device], Tensor]
 
@@ -72,7 +72,27 @@ def base_model(model: PreTrainedModel) -> nn.Module:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
+    if torch.compiler.is_compiling():
+        assert attention_mask is None, "a mask was made, though none was asked for"
+        return torch.ops.nanoinfer.attend(query, key, value, options.get("s_aux")), None
     return _attention_handler.get()(module, query, key, value, attention_mask, options), None
+
+
+# The same as an operator, which torch.compile does not look into. It reads who handles it when it runs.
+_operators = torch.library.Library("nanoinfer", "FRAGMENT")
+_operators.define("attend(Tensor query, Tensor key, Tensor value, Tensor? sinks) -> Tensor")
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    return _attention_handler.get()(None, query, key, value, None, {"s_aux": sinks}).contiguous()
+
+
+def _attend_without_values(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+_operators.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("nanoinfer::attend", _attend_without_values, lib=_operators)
 
 
 def _mask(

@@ -7,21 +7,39 @@ on its id, its position and attention alone: not on a convolution, a recurrence,
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.device import capturing
+from nanoinfer.device import capturing, is_out_of_memory
 from nanoinfer.errors import ModelError
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
 from nanoinfer.models.transformers.probe import seen_alone
 from nanoinfer.models.transformers.split_model import SplitModel
+from nanoinfer.models.transformers.transformers_config import shortened
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # of the largest hidden state
 
 CACHES = ("cache", "past_key_values")
+
+
+@contextmanager
+def _errors_as_refusals(name: str) -> Iterator[None]:
+    """Turn errors of a model that a guard runs into ModelErrors; a device out of memory stays what it is."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # models fail in their own ways
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{name} fails when it runs a few tokens with nanoinfer's attention ({type(error).__name__}: "
+            f"{shortened(error)}); run it with transformers"
+        ) from error
 
 
 def check_mixing(model: SplitModel, vocab_size: int) -> None:
@@ -59,30 +77,28 @@ def check_cache(model: SplitModel) -> None:
     name, device = type(model.model).__name__, next(model.model.parameters()).device
     ids, positions = torch.tensor([5, 9, 17, 23], device=device), torch.arange(4, device=device)
     name_attention(model.model, "eager")
+    reason = ""
     try:
         whole = model.run(ids, positions)[0][0, -1]
         before = model.run(ids[:3], positions[:3], use_cache=True)
         # The output has another name from transformers 5.24 on, and so has the argument, unless a class is late.
-        name_of_kept = next(cache for cache in CACHES if before.get(cache) is not None)
+        name_of_kept = next((cache for cache in CACHES if before.get(cache) is not None), None)
+        if name_of_kept is None:
+            raise ValueError("it returns no cache")
         known = inspect.signature(model.layers.forward).parameters
         argument = next((cache for cache in CACHES if cache in known), name_of_kept)
         last = model.run(ids[3:], positions[3:], use_cache=True, **{argument: before[name_of_kept]})[0][0, -1]
         is_same = not _differ(last, whole)
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        StopIteration,
-    ):  # models fail in their own ways
-        is_same = False
+    except Exception as error:  # models fail in their own ways
+        if is_out_of_memory(error):
+            raise
+        is_same, reason = False, f" ({type(error).__name__}: {shortened(error)})"
     finally:
         name_attention(model.model, ATTENTION)
     if not is_same:
         raise ModelError(
-            f"{name} answers otherwise with transformers' cache than without, so there is no right answer to follow; "
-            "run it with transformers"
+            f"{name} answers otherwise with transformers' cache than without{reason}, so there is no right answer to "
+            "follow; run it with transformers"
         )
 
 
@@ -118,7 +134,7 @@ def why_not_captured(model: SplitModel) -> str | None:
     token_ids, positions = torch.tensor([5, 9], device=device), torch.tensor([0, 1], device=device)
 
     def step() -> Tensor:
-        with handling_attention(_attend_alone):
+        with handling_attention(attend_alone):
             return model.compute_logits(model.run(token_ids, positions)[0][0])
 
     graph = torch.cuda.CUDAGraph()
@@ -138,11 +154,11 @@ def why_not_captured(model: SplitModel) -> str | None:
 def _run_alone(model: SplitModel, token_ids: Sequence[int], positions: Sequence[int] | None) -> Tensor:
     device = next(model.model.parameters()).device
     places = None if positions is None else torch.tensor(positions, device=device)
-    with handling_attention(_attend_alone):
+    with handling_attention(attend_alone), _errors_as_refusals(type(model.model).__name__):
         return model.run(torch.tensor(token_ids, device=device), places)[0][0]
 
 
-def _attend_alone(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def attend_alone(_module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     """Return what a token makes of itself, so that its query and its key show too."""
     size = query.mean(-1).mean(1) + key.mean(-1).mean(1)  # (1, num_tokens)
     return seen_alone(query, value) + size[:, :, None, None].to(value.dtype)

@@ -6,7 +6,7 @@ sees is read off its mask: the function that transformers would fill the mask by
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -62,6 +62,10 @@ class AttentionCall:
     soft_cap: float | None
     has_sinks: bool
 
+    def unnamed(self) -> "AttentionCall":
+        """Return the call as any module makes it."""
+        return replace(self, name="")
+
 
 @dataclass(frozen=True, slots=True)
 class Probed:
@@ -99,7 +103,7 @@ class Probe:
 
     def attend(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -137,7 +141,7 @@ class Probe:
                 "supported is one key for each token"
             )
 
-    def _sight(self, name: str, module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> Sight:
+    def _sight(self, name: str, module: nn.Module | None, mask: Tensor | None, options: Mapping[str, Any]) -> Sight:
         window = options.get("sliding_window")
         window = window if window is not None and window < self._max_positions else None
         if mask is None:

@@ -2,32 +2,32 @@
 
 import inspect
 import logging
-from collections.abc import Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.checkpoint.weights import listed
-from nanoinfer.device import default_dtype
+from nanoinfer.device import cpu_threads, default_dtype, num_step_threads
 from nanoinfer.distributed.tensor_parallel import VocabShard
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
-from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.prefill_graphs import sizes_that_pay
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
+from nanoinfer.models.transformers.cached_attention import StepAttention, cached_attentions
+from nanoinfer.models.transformers.compilation import CompiledLayers, compile_layers, layers_of
 from nanoinfer.models.transformers.fast_norms import use_norm_kernel
 from nanoinfer.models.transformers.guards import check_cache, check_head, check_mixing, why_not_captured
-from nanoinfer.models.transformers.probe import AttentionCall
+from nanoinfer.models.transformers.prefill_graphs import TransformersPrefillGraphs
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import (
     TransformersConfig,
@@ -36,7 +36,6 @@ from nanoinfer.models.transformers.transformers_config import (
     make_config,
     shortened,
 )
-from nanoinfer.ops.kv_cache.spec import store_keys_values
 
 logger = logging.getLogger("nanoinfer")
 
@@ -46,38 +45,6 @@ FAULTS = {
     "unexpected_keys": "has weights that the model does not know:",
     "mismatched_keys": "has weights of other shapes than config.json implies:",
 }
-
-
-class CachedAttention:
-    """Computes one attention call of each step, over the paged cache.
-
-    place: its part of the cache. num_kv_heads, head_dim: those of the cache, to which the call's own are filled up.
-    """
-
-    def __init__(
-        self, call: AttentionCall, place: LayerPlace, num_kv_heads: int, head_dim: int, backend: AttentionBackend
-    ) -> None:
-        self._place, self._num_kv_heads, self._head_dim, self._backend = place, num_kv_heads, head_dim, backend
-        self._value_dim = call.value_dim
-
-    def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """(1, heads, num_tokens, size) each -> the heads' outputs (1, num_tokens, num_heads, the values' size)."""
-        q, k, v = (self._padded(x[0].transpose(0, 1)) for x in (query, key, value))
-        if k.shape[1] != self._num_kv_heads:
-            k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
-        q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
-        cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
-        store_keys_values(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
-        sinks = None if sinks is None else sinks.flatten().to(q.dtype)
-        if isinstance(metadata, PrefillMetadata):
-            heads = self._backend.prefill(q, k, v, cache, metadata, sinks)
-        else:
-            heads = self._backend.decode(q, cache, metadata, sinks)
-        return heads[:, :, : self._value_dim][None]
-
-    def _padded(self, x: Tensor) -> Tensor:
-        missing = self._head_dim - x.shape[2]
-        return F.pad(x, (0, missing)) if missing else x
 
 
 class TransformersModel(nn.Module):
@@ -101,7 +68,10 @@ class TransformersModel(nn.Module):
         self.has_token_types = "token_type_ids" in inspect.signature(model.layers.forward).parameters
         self.vocab = VocabShard(0, config.vocab_size if self.generates else 0)
         self.logits_dtype = next(self.parameters()).dtype
-        self._attentions = _cached_attentions(config, max_positions, backends)
+        self._attentions = cached_attentions(config, max_positions, backends)
+        self.compiled_layers: CompiledLayers | None = None
+        self._calls, self._can_be_captured = config.calls, config.captures_decode
+        self._why_no_prefill_graphs: str | None = None  # None: not asked yet; "": they can be captured
         stored = {name for name, _ in self.named_parameters()}
         self.ignored_weights = tuple(  # a weight that is tied has its own name once
             name for name in model.model.state_dict() if f"hf_model.{name}" not in stored
@@ -117,11 +87,12 @@ class TransformersModel(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         random_seed: int | None,
+        compiles: bool,
     ) -> "TransformersModel":
         """Return the model on its device, with its weights, or random ones if there is a seed.
 
-        Raises ModelError for weights that are missing, left over or of another shape, and for a model that `guards.py`
-        refuses.
+        compiles: whether its layers are compiled. Raises ModelError for weights that are missing, left over or of
+        another shape, and for a model that `guards.py` refuses; ConfigError where layers cannot be compiled.
         """
         assert isinstance(config, TransformersConfig), f"{config.architecture} was not read as a model of transformers"
         model_class = find_class(config.fields)
@@ -142,6 +113,9 @@ class TransformersModel(nn.Module):
         if config.pooling is not None and config.pooling.is_classifier and not config.pooling.token_ids:
             check_head(split, config.pooling.method, config.hidden_size)
         loaded = cls(split, config, max_positions, backends).eval()
+        if compiles:
+            with cpu_threads(num_step_threads(model, device)):  # for whose number it compiles
+                loaded.compiled_layers = compile_layers(split, config.calls)
         if loaded.captures_decode and loaded.generates and device.type == "cuda" and (why := why_not_captured(split)):
             loaded.captures_decode = False
             logger.info("%s decodes without CUDA graphs: %s", config.architecture, why)
@@ -158,7 +132,7 @@ class TransformersModel(nn.Module):
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        with handling_attention(_StepAttention(self._attentions, step)):
+        with handling_attention(StepAttention(self._attentions, step)):
             return self._split.run(step.token_ids, step.positions, **self._options(step))[0][0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -172,62 +146,32 @@ class TransformersModel(nn.Module):
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
-        with handling_attention(_StepAttention(self._attentions, step)):
+        plain = nullcontext() if self.compiled_layers is None else self.compiled_layers.switched_off()
+        with handling_attention(StepAttention(self._attentions, step)), plain:
             options = self._options(step)
             output = self._split.run(step.token_ids, step.positions, output_hidden_states=True, **options)
         return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
 
     def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
-        return PrefillGraphs()
+        layers = [layer for layer, _ in layers_of(self._split.model, self._calls)]
+        if not (layers and self._can_be_captured):
+            return PrefillGraphs()
+        sizes, few_tokens = sizes_that_pay(layers, max_step_tokens, not self.generates)
+        if not sizes:
+            return PrefillGraphs()
+        graphs = TransformersPrefillGraphs(self._split, self._attentions, self.forward, sizes, few_tokens)
+        if self._why_no_prefill_graphs is None:
+            self._why_no_prefill_graphs = graphs.why_not() or ""
+            if self._why_no_prefill_graphs:
+                name = type(self.hf_model).__name__
+                logger.info("%s prefills without CUDA graphs: %s", name, self._why_no_prefill_graphs)
+        return PrefillGraphs(None if self._why_no_prefill_graphs else graphs)
 
     def compiling_few_rows(self, sizes: list[int]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def _options(self, step: ForwardStep) -> dict[str, Tensor]:
         return {} if step.token_types is None else {"token_type_ids": step.token_types[None].long()}
-
-
-class _StepAttention:
-    """Answers the attention calls of one step, in order."""
-
-    def __init__(self, attentions: list[CachedAttention], step: ForwardStep) -> None:
-        self._attentions, self._step = iter(attentions), step
-
-    def __call__(
-        self,
-        _module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        assert mask is None, "a mask was made, though none was asked for"
-        return next(self._attentions)(self._step, query, key, value, options.get("s_aux"))
-
-
-def _cached_attentions(
-    config: TransformersConfig, max_positions: int, backends: AttentionBackends
-) -> list[CachedAttention]:
-    heads = config.num_key_value_heads, config.head_dim
-    windows, places = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions).places
-    found = []
-    for call, window, place in zip(config.calls, windows, places, strict=True):
-        chunk = call.sight.chunk
-        spec = AttentionSpec(
-            num_heads=call.num_heads,
-            num_kv_heads=heads[0],
-            head_dim=heads[1],
-            scale=call.scale,
-            window=window,
-            has_sinks=call.has_sinks,
-            causal=call.sight.causal,
-            soft_cap=call.soft_cap,
-            chunk=chunk if chunk is not None and chunk < max_positions else None,
-        )
-        place = LayerPlace(0, 0) if config.is_encoder else place
-        found.append(CachedAttention(call, place, *heads, backends.for_layer(spec)))
-    return found
 
 
 def _load_weights(
@@ -241,14 +185,15 @@ def _load_weights(
         tensors[name] = tensor
     options: dict[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True, **dtype_option(dtype)}
     try:
-        # Without the last option, the error for a weight of another shape names none.
-        model, found = model_class.from_pretrained(
-            None,
-            config=make_config(model_class, config.fields),
-            state_dict=tensors,
-            ignore_mismatched_sizes=True,
-            **options,
-        )
+        # Without ignore_mismatched_sizes, the error for a weight of another shape names none.
+        with _without_progress_bars():
+            model, found = model_class.from_pretrained(
+                None,
+                config=make_config(model_class, config.fields),
+                state_dict=tensors,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
     except Exception as error:  # what converts weights fails in its own ways
         raise ModelError(f"transformers cannot load the weights of {folder}: {shortened(error)}") from error
     for kind, what in FAULTS.items():
@@ -256,6 +201,18 @@ def _load_weights(
             raise ModelError(f"{folder} {what} {listed(names)}; is this config.json that of the checkpoint?")
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Let transformers show no bars in a scope: loading is reported by our log alone."""
+    shows_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _draw_weights(

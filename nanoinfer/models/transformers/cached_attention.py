@@ -1,0 +1,97 @@
+"""The attention calls of a model of transformers, each over its part of the paged cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
+from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.transformers.probe import AttentionCall
+from nanoinfer.models.transformers.transformers_config import TransformersConfig
+from nanoinfer.ops.kv_cache.spec import store_keys_values
+
+
+class CachedAttention:
+    """Computes one attention call of each step, over the paged cache.
+
+    place: its part of the cache. num_kv_heads, head_dim: those of the cache, to which the call's own are filled up.
+    """
+
+    def __init__(
+        self, call: AttentionCall, place: LayerPlace, num_kv_heads: int, head_dim: int, backend: AttentionBackend
+    ) -> None:
+        self._place, self._num_kv_heads, self._head_dim, self._backend = place, num_kv_heads, head_dim, backend
+        self._value_dim = call.value_dim
+
+    def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """(num_tokens, heads, size) each -> the heads' outputs (num_tokens, num_heads, the values' size)."""
+        q, k, v = (self._padded(x) for x in (query, key, value))
+        if k.shape[1] != self._num_kv_heads:
+            k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
+        q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
+        cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
+        store_keys_values(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
+        sinks = None if sinks is None else sinks.flatten().to(q.dtype)
+        if isinstance(metadata, PrefillMetadata):
+            heads = self._backend.prefill(q, k, v, cache, metadata, sinks)
+        else:
+            heads = self._backend.decode(q, cache, metadata, sinks)
+        return heads[:, :, : self._value_dim]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self._head_dim - x.shape[2]
+        return F.pad(x, (0, missing)) if missing else x
+
+
+class StepAttention:
+    """Answers the attention calls of one step, in order."""
+
+    def __init__(self, attentions: Sequence[CachedAttention], step: ForwardStep) -> None:
+        self._attentions, self._step = iter(attentions), step
+
+    def __call__(
+        self,
+        _module: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        assert mask is None, "a mask was made, though none was asked for"
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend(q, k, v, options.get("s_aux"))[None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """Compute the next call: see `CachedAttention`."""
+        return next(self._attentions)(self._step, query, key, value, sinks)
+
+
+def cached_attentions(
+    config: TransformersConfig, max_positions: int, backends: AttentionBackends
+) -> list[CachedAttention]:
+    """Return what computes each attention call of a step. max_positions: the longest sequence."""
+    heads = config.num_key_value_heads, config.head_dim
+    windows, places = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions).places
+    found = []
+    for call, window, place in zip(config.calls, windows, places, strict=True):
+        chunk = call.sight.chunk
+        spec = AttentionSpec(
+            num_heads=call.num_heads,
+            num_kv_heads=heads[0],
+            head_dim=heads[1],
+            scale=call.scale,
+            window=window,
+            has_sinks=call.has_sinks,
+            causal=call.sight.causal,
+            soft_cap=call.soft_cap,
+            chunk=chunk if chunk is not None and chunk < max_positions else None,
+        )
+        place = LayerPlace(0, 0) if config.is_encoder else place
+        found.append(CachedAttention(call, place, *heads, backends.for_layer(spec)))
+    return found

@@ -1,0 +1,144 @@
+"""Compiles the layers of a model of transformers by torch.compile, which computes many small operations in one kernel.
+
+Layers of one kind share a compiled function, so a model compiles as fast as one of its layers. Attention is an operator
+that the compiler does not look into: see `attention_interface.py`. Weights are arguments of the compiled function, so
+it sees updates in place, and weights whose memory has moved.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.errors import ConfigError
+from nanoinfer.models.transformers.attention_interface import handling_attention
+from nanoinfer.models.transformers.guards import attend_alone
+from nanoinfer.models.transformers.probe import AttentionCall
+from nanoinfer.models.transformers.split_model import SplitModel
+from nanoinfer.models.transformers.transformers_config import shortened
+
+logger = logging.getLogger("nanoinfer")
+
+# How many tokens the compared steps have: one is compiled apart from all other numbers, and a prime equals no size of
+# the model, which the compiler might take for the number of tokens.
+NUM_TOKENS = (67, 1)
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # of the mean hidden state
+OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}  # the engine captures graphs itself
+
+
+class CompiledLayers:
+    """Switches the layers of a model between transformers' forward pass and a compiled one.
+
+    whole: whether a layer must be one graph. Otherwise Python runs what cannot be compiled.
+    """
+
+    def __init__(self, model: nn.Module, calls: Sequence[AttentionCall], whole: bool) -> None:
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        compiled: dict[Any, Callable[..., Any]] = {}
+        for layer, its_calls in layers_of(model, calls):
+            shapes = tuple((name, tuple(param.shape)) for name, param in layer.named_parameters())
+            kind = type(layer), its_calls, shapes
+            if kind not in compiled:
+                compiled[kind] = torch.compile(_own_forward(), fullgraph=whole, dynamic=True, options=OPTIONS)
+            self._forwards.append((layer, MethodType(compiled[kind], layer)))
+
+    def switch_on(self) -> None:
+        """Let the layers run compiled."""
+        for layer, forward in self._forwards:
+            layer.forward = forward
+
+    def switch_off(self) -> None:
+        """Let the layers run as transformers wrote them."""
+        for layer, _ in self._forwards:
+            vars(layer).pop("forward", None)
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Let the layers run as transformers wrote them in a scope: hooks on their parts are not compiled."""
+        self.switch_off()
+        try:
+            yield
+        finally:
+            self.switch_on()
+
+
+@torch.inference_mode()
+def compile_layers(model: SplitModel, calls: Sequence[AttentionCall]) -> CompiledLayers:
+    """Compile the layers of a loaded model for steps of any length, and switch them on.
+
+    Raises ConfigError where they cannot be compiled, or compute something else then.
+    """
+    name = type(model.model).__name__
+    for layer, _ in layers_of(model.model, calls):
+        for module in layer.modules():  # whose norms `fast_norms.py` has replaced: the compiler fuses the class's own
+            vars(module).pop("forward", None)
+    expected = [_run_in_order(model, num_tokens) for num_tokens in NUM_TOKENS]
+    reason = "transformers has them in no list of layers"
+    for whole in (True, False):
+        layers = CompiledLayers(model.model, calls, whole)
+        if not layers._forwards:
+            break
+        layers.switch_on()
+        try:
+            found = [_run_in_order(model, num_tokens) for num_tokens in NUM_TOKENS]
+        except Exception as error:  # the compiler fails in many ways
+            layers.switch_off()
+            reason = f"{type(error).__name__}: {shortened(error)}"
+            continue
+        if any(map(_differ, found, expected)):
+            layers.switch_off()
+            reason = "compiled, they give other hidden states"
+            continue
+        if not whole:
+            logger.info("the layers of %s are compiled in parts: %s", name, reason)
+        return layers
+    raise ConfigError(f"compile=True cannot compile the layers of {name}: {reason}; leave it out")
+
+
+def layers_of(model: nn.Module, calls: Sequence[AttentionCall]) -> list[tuple[nn.Module, tuple[AttentionCall, ...]]]:
+    """Return the outermost modules in lists of modules that call attention, and their calls, without names."""
+    found: dict[str, list[AttentionCall]] = {}
+    for call in calls:
+        path = call.name.split(".")
+        for depth in range(1, len(path)):
+            try:
+                parent = model.get_submodule(".".join(path[:depth]))
+            except AttributeError:  # the call is no module's
+                break
+            if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                found.setdefault(".".join(path[: depth + 1]), []).append(call.unnamed())
+                break
+    return [(model.get_submodule(name), tuple(its)) for name, its in found.items()]
+
+
+def _own_forward() -> FunctionType:
+    """Return a function of its own to compile: PyTorch counts by a function's code how often it was compiled."""
+    return FunctionType(_forward.__code__.replace(), _forward.__globals__)
+
+
+def _forward(layer: nn.Module, *args: Any, **options: Any) -> Any:
+    return type(layer).forward(layer, *args, **options)
+
+
+def _run_in_order(model: SplitModel, num_tokens: int) -> Tensor:
+    """Return hidden states where each token sees itself alone, scaled by the place of the call in the step."""
+    device, num_calls = next(model.model.parameters()).device, 0
+
+    def attend(module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return attend_alone(module, query, key, value, *others) * (1 + num_calls % 8 / 16)
+
+    places = torch.arange(num_tokens, device=device)
+    with handling_attention(attend):
+        return model.run((5 + 7 * places) % model.model.get_input_embeddings().weight.shape[0], places)[0][0]
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    """Return whether hidden states differ by more than rounding on average: a token's experts may change by it."""
+    error = (found.float() - expected.float()).abs().mean()
+    return not bool(error <= TOLERANCE[expected.dtype] * expected.float().abs().mean())
