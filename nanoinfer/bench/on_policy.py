@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench.throughput import describe_machine
+from nanoinfer.bench.report import describe_machine, find_device, print_row
 from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.errors import ConfigError
 from nanoinfer.outputs import RequestOutput
@@ -22,11 +23,9 @@ from nanoinfer.outputs import RequestOutput
 NUM_PROMPTS, MAX_PROMPT, MAX_TOKENS, BATCH = 32, 100, 64, 8
 
 
-def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Sample, compute the same log-probabilities with transformers, print a table, and return all figures."""
-    import transformers
-
-    folder = str(resolve_model_folder(args.model))
+    device, folder = find_device(), str(resolve_model_folder(args.model))
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     trainer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     has_experts = bool(_routers(trainer))
@@ -53,9 +52,10 @@ def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
         what: {"mean": of.abs().mean().item(), "worst": of.abs().max().item()} for what, of in differences.items()
     }
     print(f"{name}: {len(sampled)} sampled tokens at temperature {args.temperature:g}")
-    print("| log-probabilities of | mean difference | worst |\n|---|---|---|")
+    print_row("log-probabilities of", "mean difference", "worst")
+    print_row(*["---"] * 3)
     for what, of in figures.items():
-        print(f"| {what} | {of['mean']:.2g} | {of['worst']:.2g} |")
+        print_row(what, f"{of['mean']:.2g}", f"{of['worst']:.2g}")
     return {"model": folder, "dtype": dtype, "differences": figures, **describe_machine(device)}
 
 
