@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint.model_config import ModelConfig
@@ -25,7 +24,7 @@ from nanoinfer.layers.moe import Router
 from nanoinfer.models import get_model_class
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.fp8.spec import quantize_weight
-from nanoinfer.quantization.linear_method import ProductKind
+from nanoinfer.quantization.method_selection import has_fewer_bits
 
 GIB = 2**30
 STATE_BYTES = 4  # of a value of the states of linear attention
@@ -234,27 +233,22 @@ class Weights(NamedTuple):
 
 
 def count_weights(config: ModelConfig) -> Weights:
-    """Count the values in a model's matrices. The model is made without memory, and says which have fewer bits."""
-    wide_model, model = (_make_without_memory(its) for its in (replace(config, quantization=None), config))
+    """Count the values in the matrices of a model, which is made without memory, and which of them have 16 bits."""
+    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=256)
+    with torch.device("meta"):
+        wide_config = replace(config, quantization=None)
+        model = get_model_class(config.architecture)(wide_config, 1, backends, TensorParallel())
     num_values, num_wide = Counter[str](), Counter[str]()
-    for wide_module, module in zip(wide_model.modules(), model.modules(), strict=True):
-        method = getattr(module, "quant_method", None)
-        if method is None and not isinstance(module, Router):
-            continue
-        *of_experts, num_outputs, num_inputs = wide_module.weight.shape
-        kind = "expert" if of_experts else "dense"
-        num_values[kind] += num_outputs * num_inputs
-        if config.quantization is not None and (method is None or method.kind is ProductKind.PLAIN):
-            num_wide[kind] += num_outputs * num_inputs
+    for name, module in model.named_modules():
+        if hasattr(module, "quant_method") or isinstance(module, Router):
+            *of_experts, num_outputs, num_inputs = module.weight.shape  # type: ignore[union-attr]
+            kind = "expert" if of_experts else "dense"
+            num_values[kind] += num_outputs * num_inputs
+            if config.quantization is not None and not has_fewer_bits(config.quantization, name, module):
+                num_wide[kind] += num_outputs * num_inputs
     lm_head = config.vocab_size * config.hidden_size
     experts = (config.moe.num_experts, config.moe.num_experts_per_tok) if config.moe else (0, 0)
     return Weights(num_values["dense"], lm_head, num_values["expert"], *experts, num_wide["dense"], num_wide["expert"])
-
-
-def _make_without_memory(config: ModelConfig) -> nn.Module:
-    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=256)
-    with torch.device("meta"):
-        return get_model_class(config.architecture)(config, 1, backends, TensorParallel())
 
 
 def embedding_flops(config: ModelConfig, lens: list[int]) -> float:

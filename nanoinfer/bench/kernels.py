@@ -146,8 +146,8 @@ def random_cache(num_layers: int, num_blocks: int, head_dim: int, dtype: torch.d
 
 def shared_prefix() -> None:
     """Print microseconds of decode attention by 256 rows with 2,048 tokens in common and 100 to 1,024 of their own."""
-    from nanoinfer.ops.decode_attention.triton import shared_prefix_attention
     from nanoinfer.layers.attention.triton import TritonBackend
+    from nanoinfer.ops.decode_attention.triton import shared_prefix_attention
 
     rows, num_shared, num_own = 256, 2048 // BLOCK_SIZE, 1024 // BLOCK_SIZE  # blocks
     num_layers, num_blocks = 16, num_shared + rows * num_own  # so many that their prefixes do not fit into the L2 cache
