@@ -108,7 +108,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("--seed", type=int, default=0, help="seed of the first workload (0)")
         parser.add_argument("--top-k", type=int, metavar="K", help="top-k filtering (off); Qwen3 recommends 20")
         parser.add_argument("--top-p", type=float, metavar="P", help="top-p filtering (off); Qwen3's is 0.95")
-        parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round the weights of linear layers")
+        parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round linear layers to 8 bits, or 4")
         add_engine_options(parser, names=OPTIONS.keys() - {"quantization"})
         parser.set_defaults(**OPTIONS)
     turns.add_argument("--runs", type=positive, default=3, help="timed runs, each with the next seed (3)")

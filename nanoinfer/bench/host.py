@@ -7,7 +7,6 @@ imported.
 import argparse
 import multiprocessing
 import pickle
-import random
 import statistics
 import threading
 from collections.abc import Sequence as SequenceOf
@@ -144,8 +143,8 @@ def fill_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Schedu
         max_num_batched_tokens=num_running * INPUT_LEN[1],  # all prompts in one step
         max_model_len=max_model_len,
     )
-    rng, params = random.Random(0), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    prompts = [rng.choices(range(10_000), k=rng.randint(*INPUT_LEN)) for _ in range(num_running)]
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = draw_workload(0, Load(num_running, INPUT_LEN, (1, 1)), VOCAB_SIZE).prompts
     for seq_id, prompt in enumerate(prompts + [[1, 2, 3]] * num_waiting):
         scheduler.add(Sequence(seq_id, prompt, params))
     return scheduler

@@ -250,8 +250,11 @@ class Format(NamedTuple):
 
     @property
     def weight_bytes(self) -> float:
-        """Return the bytes of a weight."""
         return DTYPE.itemsize if self.configs[0] is None else self.configs[0].weight_bits / 8
+
+    @property
+    def input_bytes(self) -> int:
+        return 1 if self.is_fp8 else DTYPE.itemsize
 
     def round_input(self, x: Tensor, layer: Any) -> Any:
         """Return what a layer multiplies: rows are rounded already, by the kernels that make them."""
@@ -291,13 +294,9 @@ def products(of: Format) -> None:
         table: dict[int, list[str]] = {rows: [] for rows in of.rows}
         for column, (inputs, outputs) in zip(columns, [*shapes, (hidden, VOCAB_SIZE)], strict=False):
             is_row = column.startswith(("o", "down"))
-
-            def make(is_row: bool = is_row, inputs: int = inputs, outputs: int = outputs) -> nn.Module:
-                if is_row:
-                    return RowParallelLinear(inputs, outputs, False, tp)
-                return ColumnParallelLinear(inputs, {"all": outputs}, False, tp)
-
-            count = 600 * 2**20 // ((1 if of.is_fp8 else 2) * inputs * outputs)  # more than the L2 cache holds
+            kind, shape = (RowParallelLinear, outputs) if is_row else (ColumnParallelLinear, {"all": outputs})
+            make: Callable[[], nn.Module] = partial(kind, inputs, shape, False, tp)
+            count = 600 * 2**20 // (of.input_bytes * inputs * outputs)  # more than the L2 cache holds
             layers = [random_layers(make, max(2, min(28, count)), config) for config in of.configs]
             for rows, figures in table.items():
                 x = of.round_input(randn(rows, inputs), layers[0][0])
@@ -311,7 +310,7 @@ def products(of: Format) -> None:
                         ways.append([partial(torch.bmm, xs, w) for w in ws])
                 first, *others = (f"{microseconds(calls):.1f}" for calls in ways)
                 shown = first + "".join(f" ({time})" if is_wide else f" / {time}" for time in others)
-                num_bytes = of.weight_bytes * inputs * outputs + rows * ((1 if of.is_fp8 else 2) * inputs + 2 * outputs)
+                num_bytes = of.weight_bytes * inputs * outputs + rows * (of.input_bytes * inputs + 2 * outputs)
                 figures.append(f"{shown} / {of.floor(num_bytes, 2 * rows * inputs * outputs):.1f}")
             del layers
         for rows, figures in table.items():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.bench.report import describe_machine, find_device, print_row
+from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.errors import ConfigError
 from nanoinfer.outputs import RequestOutput
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         llm.update_weights(trainer.named_parameters())  # as a trainer does
         lengths: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(temperature=args.temperature, logprobs=0, flat_logprobs=True, **lengths)
-        prompts = _draw_prompts(trainer.config.get_text_config().vocab_size, args.seed)
+        load = Load(NUM_PROMPTS, (1, MAX_PROMPT), (MAX_TOKENS, MAX_TOKENS))
+        prompts = draw_workload(args.seed, load, trainer.config.get_text_config().vocab_size).prompts
         outputs = llm.generate(prompts, params, use_tqdm=False)
         name = repr(llm)
     found: list[Any] = [output.outputs[0].logprobs for output in outputs]  # FlatLogprobs
@@ -57,12 +59,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for what, of in figures.items():
         print_row(what, f"{of['mean']:.2g}", f"{of['worst']:.2g}")
     return {"model": folder, "dtype": dtype, "differences": figures, **describe_machine(device)}
-
-
-def _draw_prompts(vocab_size: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, MAX_PROMPT + 1, (NUM_PROMPTS,), generator=generator).tolist()
-    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from nanoinfer import __version__ as nanoinfer_version
 from nanoinfer.bench.engines import OPTIONS
+from nanoinfer.cli import option_string
 from nanoinfer.errors import ConfigError
 
 COLORS = ("#1f5a99", "#b3470e", "#7a7a7a", "#2f7d32")  # of engines in a picture, in their order
@@ -121,10 +122,9 @@ def _rows(engine: str, figures: dict[str, Any], path: Path) -> list[Row]:
 
 def _describe_model(engine: str, figures: dict[str, Any]) -> str:
     """Return the model, the engine if it is another one, and the options that change what is measured."""
-    chosen = {name: figures["options"].get(name, usual) for name, usual in OPTIONS.items()}
-    chosen = {name: value for name, value in chosen.items() if value != OPTIONS[name]}
-    options = [f"`--{name.replace('_', '-')} {value}`" for name, value in chosen.items()]
-    options = [option.replace(" True`", "`") for option in options]
+    given = {name: figures["options"].get(name, usual) for name, usual in OPTIONS.items()}
+    changed = {option_string(name): value for name, value in given.items() if value != OPTIONS[name]}
+    options = [f"`{option}`" if value is True else f"`{option} {value}`" for option, value in changed.items()]
     return ", ".join([figures.get("model", "no model"), *([engine] if engine != "nanoinfer" else []), *options])
 
 

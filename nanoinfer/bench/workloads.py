@@ -195,7 +195,9 @@ def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
         return [rng.randint(0, max_id) for _ in range(count)]
 
     prompts: list[Any] = [
-        draw_text(rng, load.input_len) if load.is_text else draw_ids(rng.randint(*load.input_len))
+        " ".join(rng.choices(words_of_python(), k=rng.randint(*load.input_len)))
+        if load.is_text
+        else draw_ids(rng.randint(*load.input_len))
         for _ in range(load.num_seqs)
     ]
     max_tokens = [rng.randint(*load.output_len) for _ in range(load.num_seqs)]
@@ -209,13 +211,9 @@ def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
     return Workload(seed, prompts, [1] * load.num_seqs, answers, **options)
 
 
-def draw_text(rng: random.Random, num_words: tuple[int, int]) -> str:
-    """Draw words of Python's documentation, in random order, so that no two texts begin alike."""
-    return " ".join(rng.choices(words_of_python(), k=rng.randint(*num_words)))
-
-
 @cache
 def words_of_python() -> list[str]:
+    """Return the words of Python's documentation. Texts of them in random order do not begin alike."""
     from pydoc_data.topics import topics
 
     return " ".join(topics[name] for name in sorted(topics)).split()
