@@ -92,12 +92,14 @@ def make_params(kind: Any, workload: Workload, **options: Any) -> list[Any]:
     return [kind(temperature=0.6, ignore_eos=True, max_tokens=count, **options) for count in workload.max_tokens]
 
 
-def complete(llm: Any, prompts: list[Any], workload: Workload, args: argparse.Namespace, *kinds: Any) -> list[int]:
+def complete(
+    llm: Any, prompts: list[Any], workload: Workload, args: argparse.Namespace, kind: Any, constraint_kind: Any
+) -> list[int]:
     """Have an engine with vLLM's interface generate, and return how many tokens each sample has.
 
-    kinds: its classes of sampling parameters and of constraints. Raises RuntimeError where a constrained sample failed.
+    kind, constraint_kind: its classes of sampling parameters and of constraints. Raises RuntimeError where a sample
+    ends in an error.
     """
-    kind, constraint_kind = kinds
     options: dict[str, Any] = {"n": workload.num_samples, "top_k": args.top_k, "top_p": args.top_p}
     options["detokenize"] = workload.detokenize
     params = make_params(kind, workload, **options)
@@ -107,8 +109,7 @@ def complete(llm: Any, prompts: list[Any], workload: Workload, args: argparse.Na
         params[: workload.num_constrained] = make_params(kind, constrained, **options)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     samples = [sample for output in outputs for sample in output.outputs]
-    failed = [sample for sample in samples if sample.finish_reason == "error"] if workload.constraint else []
-    if failed:
+    if failed := [sample for sample in samples if sample.finish_reason == "error"]:
         raise RuntimeError(f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0]}")
     return [len(sample.token_ids) for sample in samples]
 

@@ -29,7 +29,9 @@ def test_vllm_draws_n_samples_of_a_prompt_and_all_are_counted(monkeypatch: pytes
 
         def generate(self, prompts: list[dict[str, list[int]]], params: list[Any], use_tqdm: bool) -> list[Any]:
             return [
-                SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * its.max_tokens)] * its.n)
+                SimpleNamespace(
+                    outputs=[SimpleNamespace(token_ids=[0] * its.max_tokens, finish_reason="length")] * its.n
+                )
                 for _, its in zip(prompts, params, strict=True)
             ]
 
