@@ -11,15 +11,13 @@ rest: other loads and engines, traces of single steps, kernels.
 import argparse
 import logging
 import sys
-import tempfile
-from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.bench.floor import compute_replica_floor, measure_rates
-from nanoinfer.bench.workloads import LOADS, SIZES, choose_model, draw_workload
+from nanoinfer.bench.floor import compute_floor, measure_rates
+from nanoinfer.bench.workloads import LOADS, SIZES, draw_workload, model_of
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,8 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.getLogger("nanoinfer").setLevel(logging.INFO)  # how long each part of loading took
     device = "cuda" if torch.cuda.is_available() else "cpu"
     [load] = LOADS[device]["default"]  # 256 requests of 100 to 1,024 random tokens in and out; fewer on a CPU
-    with tempfile.TemporaryDirectory() as scratch:
-        model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
+    with model_of(args, device) as model:
         rates = measure_rates(device, model.config, args.tensor_parallel_size)
         llm = LLM(
             model.folder,
@@ -48,8 +45,8 @@ def main(argv: list[str] | None = None) -> None:
                 outputs = llm.generate(workload.prompts, params, use_tqdm=False)
                 seconds = perf_counter() - started
                 num_tokens = sum(len(output.token_ids) for output in outputs)
-                replicas = args.data_parallel_size, args.kv_cache_dtype
-                floor = compute_replica_floor(model.config, workload, rates, *replicas).seconds
+                options_of_floor = load.max_num_seqs, args.kv_cache_dtype, args.data_parallel_size
+                floor = compute_floor(model.config, workload, rates, *options_of_floor).seconds
                 print(
                     f"{model}, seed {seed}: {len(outputs)} requests, {workload.num_input_tokens:,} tokens in, "
                     f"{num_tokens:,} out in {seconds:.2f} s, {num_tokens / seconds:,.0f} tokens/s; "

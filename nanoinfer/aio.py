@@ -16,6 +16,7 @@ from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.outputs import RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
 from nanoinfer.text.arguments import (
+    OnError,
     OnFinish,
     Params,
     Priorities,
@@ -26,7 +27,6 @@ from nanoinfer.text.arguments import (
     one_for_each,
 )
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import OnError
 
 Prepare = Callable[[], list[PreparedRequest]]
 

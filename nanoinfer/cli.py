@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from itertools import takewhile
 from typing import Any, NoReturn, get_args
@@ -70,10 +70,15 @@ def add_sampling_options(parser: argparse.ArgumentParser, when: str) -> None:
         parser.add_argument(option_string(name), type=kind, default=argparse.SUPPRESS, help=when)
 
 
-def add_engine_options(group: Any, needs_model: bool = True) -> None:
-    """Add an option for each field of EngineConfig, explained as there; what is not given stays out of the result."""
+def add_engine_options(group: Any, needs_model: bool = True, names: Collection[str] | None = None) -> None:
+    """Add options for fields of EngineConfig, explained as there; what is not given stays out of the result.
+
+    names: of the fields; None: all.
+    """
     metavars: dict[Any, str] = {int: "N", float: "NUMBER", Mapping[str, Any]: "JSON"}
     for field in fields(EngineConfig):
+        if names is not None and field.name not in names:
+            continue
         kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
         options: dict[str, Any] = {"required": needs_model and field.default is MISSING, "default": argparse.SUPPRESS}
         explained, default = field.metadata["help"], field.default

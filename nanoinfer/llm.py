@@ -30,6 +30,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scoring import Pairs, check_scores
 from nanoinfer.text.arguments import (
     GivenPrompt,
+    OnError,
     OnFinish,
     Params,
     Priorities,
@@ -43,7 +44,6 @@ from nanoinfer.text.arguments import (
 from nanoinfer.text.chat import Conversation, Conversations
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import OnError
 from nanoinfer.vllm_names import with_vllm_names
 
 if TYPE_CHECKING:

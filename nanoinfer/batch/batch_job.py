@@ -305,27 +305,22 @@ class Job:
         if len(asked.outputs) < asked.num_requests:
             return
         line, custom_id, body, params, _ = asked.question
-        outputs = sorted(asked.outputs, key=lambda output: output.request_id)
+        outputs: list[Any] = sorted(asked.outputs, key=lambda output: output.request_id)
+        model = self._llm.config.model
         if "input" in body:
-            return self._answer_embeddings(asked.question, outputs, summary)
-        if failed := [choice for output in outputs for choice in output.outputs if choice.error is not None]:
-            return self._fail(line, custom_id, failed[0].error_kind or "model_error", str(failed[0].error))
-        entries = {"id": line.id, "model": self._llm.config.model, "created": int(time.time())}
-        echo = self._text if body.get("echo") else None
-        content = response_body(outputs, params, "messages" in body, echo, **entries)
+            if not all(math.isfinite(output.embedding.sum()) for output in outputs):
+                return self._fail(line, custom_id, "model_error", "the embedding is NaN or infinite")
+            content = embeddings_body(outputs, body, model)
+        else:
+            if failed := [choice for output in outputs for choice in output.outputs if choice.error is not None]:
+                return self._fail(line, custom_id, failed[0].error_kind or "model_error", str(failed[0].error))
+            entries = {"id": line.id, "model": model, "created": int(time.time())}
+            echo = self._text if body.get("echo") else None
+            content = response_body(outputs, params, "messages" in body, echo, **entries)
         response = {"status_code": 200, "request_id": str(outputs[0].request_id), "body": content}
         self._output.write(line, {"custom_id": custom_id, "response": response, "error": None})
         summary.num_prompt_tokens += content["usage"]["prompt_tokens"]
-        summary.num_generated_tokens += content["usage"]["completion_tokens"]
-
-    def _answer_embeddings(self, question: Question, outputs: list[Any], summary: Summary) -> None:
-        """Write the embeddings of a line."""
-        if not all(math.isfinite(output.embedding.sum()) for output in outputs):
-            return self._fail(question.line, question.custom_id, "model_error", "the embedding is NaN or infinite")
-        content = embeddings_body(outputs, question.body, self._llm.config.model)
-        response = {"status_code": 200, "request_id": str(outputs[0].request_id), "body": content}
-        self._output.write(question.line, {"custom_id": question.custom_id, "response": response, "error": None})
-        summary.num_prompt_tokens += content["usage"]["prompt_tokens"]
+        summary.num_generated_tokens += content["usage"].get("completion_tokens", 0)
 
     def _text(self, token_ids: list[int]) -> str:
         """Return the text of a prompt that was given as token ids; "" where there is no tokenizer."""

@@ -1,19 +1,44 @@
 """The engines that `nanoinfer bench` can time, behind one small interface. Each is imported when it is asked for."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.workloads import Load, Model, Workload
+from nanoinfer.cli import option_string
 from nanoinfer.errors import ConfigError
+
+# Options that change what is measured, with the value that each has if it is not given.
+OPTIONS: dict[str, Any] = {
+    "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "top_k": 0,
+    "top_p": 1.0,
+    "enforce_eager": False,
+    "attention_backend": "auto",
+    "model_impl": "auto",
+    "compile": False,
+}
+OURS = ("data_parallel_size", "attention_backend", "model_impl", "compile")
+# By engine, the options that it lacks.
+LACKING: dict[str, tuple[str, ...]] = {
+    "nanoinfer": (),
+    "nanovllm": (*OURS, "top_k", "top_p", "quantization", "kv_cache_dtype"),
+    "vllm": OURS,
+    "transformers": (*OURS, "quantization", "kv_cache_dtype", "tensor_parallel_size"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Says what the benchmark asks of an engine; the defaults are for one that has no metrics, or nothing to reset."""
 
-    generate: Callable[[Workload], list[int]]  # returns how many tokens came out, in the order of `output_lens`
+    # Returns how many tokens came out, in the order of `output_lens`; one that embeds returns the embeddings.
+    generate: Callable[[Workload], Any]
     metrics: Callable[[], dict[str, float]] = dict  # running totals of prefill and decode work
     reset: Callable[[], object] = lambda: None  # forgets cached prefixes
     close: Callable[[], object] = lambda: None
@@ -27,29 +52,13 @@ def load_engine(model: Model, options: dict[str, Any], args: argparse.Namespace)
         raise ConfigError(f"--engine {args.engine} cannot be imported here ({error}); install it first") from error
 
 
-def own_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options of a command that nanoinfer alone has; checkouts of other versions may lack some."""
-    given = {name: getattr(args, name) for name in ("attention_backend", "model_impl", "compile")}
-    return {name: value for name, value in given.items() if value not in ("auto", False)}
-
-
 def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> None:
     """Raise ConfigError for options, or loads, that the engine does not have."""
-    if args.engine != "nanoinfer" and (own := own_options(args)):
-        option = "--" + next(iter(own)).replace("_", "-")
-        raise ConfigError(f"{option} is an option of nanoinfer; leave it out for --engine {args.engine}")
-    if args.engine == "nanovllm" and (args.top_k, args.top_p) != (0, 1):
-        raise ConfigError("--engine nanovllm has no --top-k and --top-p; leave them out")
-    if args.engine != "nanoinfer" and args.data_parallel_size > 1:
-        raise ConfigError(f"--data-parallel-size is an option of nanoinfer; leave it out for --engine {args.engine}")
-    if args.engine in ("nanovllm", "transformers") and args.quantization:
-        raise ConfigError(f"--engine {args.engine} has no --quantization; leave it out")
+    for name in LACKING[args.engine]:
+        if getattr(args, name) != OPTIONS[name]:
+            raise ConfigError(f"--engine {args.engine} has no {option_string(name)}; leave it out")
     if args.engine == "vllm" and args.quantization == "int4":
         raise ConfigError("--engine vllm rounds no weights to 4 bits; give it a checkpoint in 4 bits by --model")
-    if args.engine in ("nanovllm", "transformers") and args.kv_cache_dtype != "auto":
-        raise ConfigError(f"--engine {args.engine} has no --kv-cache-dtype; leave it out")
-    if args.engine == "transformers" and args.tensor_parallel_size > 1:
-        raise ConfigError("--engine transformers runs on one GPU; leave --tensor-parallel-size out")
     for name, load in loads if args.engine in ("nanovllm", "transformers") else ():
         if load.num_samples > 1:
             raise ConfigError(
@@ -59,20 +68,21 @@ def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> Non
 
 
 def engine_options(model: Model, load: Load, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that all engines are given. Raises ConfigError for requests that the model cannot take."""
+    """Return the options of an engine: those that all have, and others where they are given.
+
+    Raises ConfigError for requests that the model cannot take.
+    """
     longest, limit = load.longest, model.config.max_model_len
     if longest > limit:
         lengths = "--input-len and --output-len" if load.shared_prefix == 0 else "--shared-prefix and both lengths"
         raise ConfigError(f"{lengths} add up to {longest}, and {model.name} takes {limit}; ask for fewer tokens")
-    cache = {} if args.kv_cache_dtype == "auto" else {"kv_cache_dtype": args.kv_cache_dtype}
-    replicas = {"data_parallel_size": args.data_parallel_size} if args.data_parallel_size > 1 else {}
+    given = {name: value for name in (*OURS, "kv_cache_dtype") if (value := getattr(args, name)) != OPTIONS[name]}
     return {
         "max_model_len": min(max(4096, longest), limit),  # 4096 is what nano-vllm's benchmark sets
         "max_num_seqs": load.max_num_seqs,
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.enforce_eager,
-        **cache,
-        **replicas,
+        **given,
     }
 
 
@@ -82,6 +92,28 @@ def make_params(kind: Any, workload: Workload, **options: Any) -> list[Any]:
     return [kind(temperature=0.6, ignore_eos=True, max_tokens=count, **options) for count in workload.max_tokens]
 
 
+def complete(
+    llm: Any, prompts: list[Any], workload: Workload, args: argparse.Namespace, kind: Any, constraint_kind: Any
+) -> list[int]:
+    """Have an engine with vLLM's interface generate, and return how many tokens each sample has.
+
+    kind, constraint_kind: its classes of sampling parameters and of constraints. Raises RuntimeError where a sample
+    ends in an error.
+    """
+    options: dict[str, Any] = {"n": workload.num_samples, "top_k": args.top_k, "top_p": args.top_p}
+    options["detokenize"] = workload.detokenize
+    params = make_params(kind, workload, **options)
+    if workload.constraint:
+        options["structured_outputs"] = constraint_kind(**workload.constraint)
+        constrained = replace(workload, max_tokens=workload.max_tokens[: workload.num_constrained])
+        params[: workload.num_constrained] = make_params(kind, constrained, **options)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    samples = [sample for output in outputs for sample in output.outputs]
+    if failed := [sample for sample in samples if sample.finish_reason == "error"]:
+        raise RuntimeError(f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0]}")
+    return [len(sample.token_ids) for sample in samples]
+
+
 def prompts_and_answers(workload: Workload) -> tuple[list[list[int]], list[list[int]]]:
     """Return each answer to be scored, and the prompt before it."""
     pairs = [(prompt, answer) for prompt, its in zip(workload.prompts, workload.answers, strict=True) for answer in its]
@@ -89,17 +121,14 @@ def prompts_and_answers(workload: Workload) -> tuple[list[list[int]], list[list[
 
 
 def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
-    from nanoinfer import LLM, SamplingParams
+    from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 
-    llm = LLM(model.folder, **model.options, **own_options(args), **options)
+    llm = LLM(model.folder, **model.options, **options)
 
     def generate(workload: Workload) -> list[int]:
         if workload.answers:
             return [len(score.logprobs) for score in llm.score(*prompts_and_answers(workload), use_tqdm=False)]
-        options = {"n": workload.num_samples, "top_k": args.top_k, "top_p": args.top_p}
-        params = make_params(SamplingParams, workload, detokenize=workload.detokenize, **options)
-        outputs = llm.generate([*workload.prompts], params, use_tqdm=False)
-        return [len(sample.token_ids) for output in outputs for sample in output.outputs]
+        return complete(llm, [*workload.prompts], workload, args, SamplingParams, StructuredOutputsParams)
 
     def metrics() -> dict[str, float]:
         totals = asdict(llm.get_metrics())
@@ -129,8 +158,10 @@ def load_nanovllm(model: Model, options: dict[str, Any], _args: argparse.Namespa
 
 def load_vllm(model: Model, options: dict[str, Any], args: argparse.Namespace) -> Engine:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
-    llm = LLM(model=str(model.folder), skip_tokenizer_init=True, **model.options, **options)
+    takes_text = "tokenizer" in args
+    llm = LLM(model=str(model.folder), skip_tokenizer_init=not takes_text, **model.options, **options)
 
     def generate(workload: Workload) -> list[int]:
         if workload.answers:  # it has no call for that
@@ -138,11 +169,11 @@ def load_vllm(model: Model, options: dict[str, Any], args: argparse.Namespace) -
             inputs = [{"prompt_token_ids": prompt + answer} for prompt, answer in pairs]
             llm.generate(inputs, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
             return [len(answer) for _, answer in pairs]
+        if takes_text:
+            return complete(llm, workload.prompts, workload, args, SamplingParams, StructuredOutputsParams)
         inputs = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
-        options = {"n": workload.num_samples, "top_k": args.top_k, "top_p": args.top_p}
-        params = make_params(SamplingParams, workload, detokenize=False, **options)
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        return [len(sample.token_ids) for output in outputs for sample in output.outputs]
+        ids_alone = replace(workload, detokenize=False)
+        return complete(llm, inputs, ids_alone, args, SamplingParams, StructuredOutputsParams)
 
     return Engine(generate, reset=llm.reset_prefix_cache)
 
@@ -175,6 +206,25 @@ def load_transformers(model: Model, _options: dict[str, Any], args: argparse.Nam
         return workload.max_tokens  # what a row got beyond its own max_tokens is not counted
 
     return Engine(generate)
+
+
+def load_sentence_transformers(folder: Path, device: str) -> Iterator[tuple[str, Engine]]:
+    """Yield engines that embed, with what tells each apart: its attention and the size of its batches."""
+    from sentence_transformers import SentenceTransformer
+
+    for attention in ("sdpa", "flash_attention_2"):
+        options = {"attn_implementation": attention, "dtype": "bfloat16" if device == "cuda" else "float32"}
+        try:
+            model = SentenceTransformer(str(folder), device=device, model_kwargs=options)
+        except (ImportError, ValueError) as error:
+            print(f"  sentence-transformers with {attention} is left out: {str(error).splitlines()[0]}")
+            continue
+        for size in (32, 128, 512):
+
+            def embed(workload: Workload, model: Any = model, size: int = size) -> Any:
+                return model.encode(workload.prompts, batch_size=size, normalize_embeddings=True)
+
+            yield f"sentence-transformers ({attention}, batches of {size})", Engine(embed)
 
 
 ENGINES = {"nanoinfer": load_nanoinfer, "nanovllm": load_nanovllm, "vllm": load_vllm, "transformers": load_transformers}

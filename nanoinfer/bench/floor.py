@@ -11,16 +11,23 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import comb
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.quantization_config import Fp8Config
-from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.moe import Router
+from nanoinfer.models import get_model_class
+from nanoinfer.ops.common.device_properties import has_fp8_products
+from nanoinfer.ops.fp8.spec import quantize_weight
+from nanoinfer.quantization.method_selection import has_fewer_bits
 
 GIB = 2**30
 STATE_BYTES = 4  # of a value of the states of linear attention
-INT4_BYTES = 4.25 / 8  # of a weight in 4 bits, with its share of a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +63,13 @@ class Floor:
         return self.prefill_seconds + self.decode_seconds
 
 
-def compute_replica_floor(
-    config: ModelConfig,
-    work: Workload,
-    rates: Rates,
-    num_replicas: int,
-    kv_cache_dtype: str = "auto",
-    max_num_seqs: int = 512,
-) -> Floor:
-    """Return the floor of the replica that has most to do, if each has an equal share of the requests."""
-    order = sorted(range(len(work.prompts)), key=lambda index: -work.max_tokens[index])
-    floors = []
-    for start in range(min(num_replicas, len(order))):
-        indices = order[start::num_replicas]
-        share = replace(
-            work,
-            prompts=[work.prompts[index] for index in indices],
-            max_tokens=[work.max_tokens[index] for index in indices],
-            answers=[work.answers[index] for index in indices] if work.answers else [],
-        )
-        floors.append(compute_floor(config, share, rates, max_num_seqs, kv_cache_dtype))
-    return max(floors, key=lambda floor: floor.seconds)
-
-
 def compute_floor(
-    config: ModelConfig, workload: Workload, rates: Rates, max_num_seqs: int = 512, kv_cache_dtype: str = "auto"
+    config: ModelConfig,
+    workload: Workload,
+    rates: Rates,
+    max_num_seqs: int = 512,
+    kv_cache_dtype: str = "auto",
+    num_replicas: int = 1,
 ) -> Floor:
     """Return the least time for the workload at these rates. Only what no engine can avoid is counted.
 
@@ -115,8 +104,26 @@ def compute_floor(
     4.25 bits, with their scales, and multiplied at the rate for 16. What has 16 bits beside them counts so: routers,
     modules that the checkpoint leaves so, and all but the experts of MXFP4. Of a KV cache in 8 bits, each key and value
     is a byte. Other scales count as nothing.
+
+    Of several replicas, each has an equal share of the requests, and the floor is that of the one with most to do.
     """
-    weights = count_weights(config)
+    weights, order = count_weights(config), sorted(range(len(workload.prompts)), key=lambda i: -workload.max_tokens[i])
+    floors = []
+    for indices in (order[start::num_replicas] for start in range(min(num_replicas, len(order)))):
+        share = replace(
+            workload,
+            prompts=[workload.prompts[index] for index in indices],
+            max_tokens=[workload.max_tokens[index] for index in indices],
+            answers=[workload.answers[index] for index in indices] if workload.answers else [],
+        )
+        floors.append(_floor_of_engine(config, weights, share, rates, max_num_seqs, kv_cache_dtype))
+    return max(floors, key=lambda floor: floor.seconds)
+
+
+def _floor_of_engine(
+    config: ModelConfig, weights: "Weights", workload: Workload, rates: Rates, max_num_seqs: int, kv_cache_dtype: str
+) -> Floor:
+    """Return the floor of one engine, as `compute_floor` says it."""
     wide = weights.wide
     query_width = config.num_attention_heads * config.head_dim
     kv_values_per_token = 2 * config.num_key_value_heads * config.head_dim
@@ -124,10 +131,8 @@ def compute_floor(
     shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
     num_prefill_tokens = workload.num_input_tokens - num_repeats * shared
     layer_rate, layer_bytes = rates.matrix_rate, float(rates.bytes_per_value)
-    if isinstance(config.quantization, Fp8Config):
-        layer_rate, layer_bytes = rates.fp8_matrix_rate or rates.matrix_rate, 1
-    elif config.quantization is not None:
-        layer_bytes = INT4_BYTES
+    if config.quantization is not None:
+        layer_rate, layer_bytes = rates.fp8_matrix_rate or rates.matrix_rate, config.quantization.weight_bits / 8
     num_logits = len(workload.prompts)
     if workload.prompt_logprobs is not None:
         num_logits += workload.num_input_tokens - len(workload.prompts)
@@ -180,16 +185,18 @@ def _num_state_values(config: ModelConfig) -> int:
 
 def _num_pairs(workload: Workload, window: int | None) -> int:
     """Return how many pairs of a token and one that it attends to a layer computes; what is shared counts once."""
-
-    def pairs(length: int) -> int:
-        inside = length if window is None else min(length, window)
-        return comb(inside + 1, 2) + (length - inside) * inside
-
-    num_pairs = sum(pairs(len(prompt)) for prompt in workload.prompts)
-    num_pairs -= (len(workload.prompts) - 1) * pairs(workload.shared_prefix)
-    for prompt, answers in zip(workload.prompts, workload.answers or [[] for _ in workload.prompts], strict=True):
-        num_pairs += sum(pairs(len(prompt) + len(answer)) - pairs(len(prompt)) for answer in answers)
+    num_pairs = sum(count_pairs(len(prompt), window) for prompt in workload.prompts)
+    num_pairs -= (len(workload.prompts) - 1) * count_pairs(workload.shared_prefix, window)
+    for prompt, answers in zip(workload.prompts, workload.answers, strict=False):  # which there may be none of
+        wholes = (len(prompt) + len(answer) for answer in answers)
+        num_pairs += sum(count_pairs(whole, window) - count_pairs(len(prompt), window) for whole in wholes)
     return num_pairs
+
+
+def count_pairs(length: int, window: int | None) -> int:
+    """Return how many pairs a prompt has of a token and one that it attends to, itself included."""
+    visible = min(window or length, length)
+    return comb(visible + 1, 2) + (length - visible) * visible
 
 
 class Weights(NamedTuple):
@@ -226,45 +233,33 @@ class Weights(NamedTuple):
 
 
 def count_weights(config: ModelConfig) -> Weights:
-    """Count the values in a model's matrices."""
+    """Count the values in the matrices of a model, which is made without memory, and which of them have 16 bits."""
+    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=256)
+    with torch.device("meta"):
+        wide_config = replace(config, quantization=None)
+        model = get_model_class(config.architecture)(wide_config, 1, backends, TensorParallel())
     num_values, num_wide = Counter[str](), Counter[str]()
-    for index in range(config.num_hidden_layers):
-        for module, num_outputs in _outputs(config, index).items():
-            kind = "expert" if ".experts." in module else "dense"
-            num_values[kind] += num_outputs * config.hidden_size
-            if config.quantization is not None and not _has_fewer_bits(config.quantization, index, module):
-                num_wide[kind] += num_outputs * config.hidden_size
+    for name, module in model.named_modules():
+        if hasattr(module, "quant_method") or isinstance(module, Router):
+            *of_experts, num_outputs, num_inputs = module.weight.shape  # type: ignore[union-attr]
+            kind = "expert" if of_experts else "dense"
+            num_values[kind] += num_outputs * num_inputs
+            if config.quantization is not None and not has_fewer_bits(config.quantization, name, module):
+                num_wide[kind] += num_outputs * num_inputs
     lm_head = config.vocab_size * config.hidden_size
     experts = (config.moe.num_experts, config.moe.num_experts_per_tok) if config.moe else (0, 0)
     return Weights(num_values["dense"], lm_head, num_values["expert"], *experts, num_wide["dense"], num_wide["expert"])
 
 
-def _outputs(config: ModelConfig, index: int) -> dict[str, int]:
-    """Return how many outputs each matrix of a layer has, or inputs if its outputs are hidden_size; of one expert."""
-    width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    moe, linear = config.moe, config.linear_attention
-    gates = 0 if linear is None else width  # which q_proj then computes, too
-    outputs = {"self_attn.qkv_proj": width + gates + 2 * kv_width, "self_attn.o_proj": width}
-    if linear is not None and config.is_linear(index):
-        outputs = {
-            "linear_attn.in_proj_qkvz": 2 * linear.key_size + 2 * linear.value_size,
-            "linear_attn.in_proj_ba": 2 * linear.num_value_heads,
-            "linear_attn.out_proj": linear.value_size,
-        }
-    sizes = {"mlp": config.intermediate_size}
-    if moe is not None and moe.has_experts[index]:
-        outputs["mlp.gate"] = moe.num_experts
-        sizes = {"mlp.experts": moe.intermediate_size, "mlp.shared_expert": moe.shared_size or 0}
-    for mlp, size in sizes.items():
-        outputs |= {f"{mlp}.gate_up_proj": 2 * size, f"{mlp}.down_proj": size}
-    return outputs
-
-
-def _has_fewer_bits(quantization: QuantizationConfig, index: int, module: str) -> bool:
-    """Return whether a module of a layer has weights in fewer bits; see `with_quantization`."""
-    if module == "mlp.gate" or (module == "linear_attn.in_proj_ba" and not quantization.in_checkpoint):
-        return False
-    return quantization.covers(f"model.layers.{index}.{module}")
+def embedding_flops(config: ModelConfig, lens: list[int]) -> float:
+    """Count the operations of all products and of attention, which is of half of all pairs where it is causal."""
+    encoder = config.encoder
+    windows: list[int | None] = [None] * config.num_hidden_layers
+    if encoder is not None and encoder.window is not None:
+        windows = [2 * encoder.window - 1 if is_local else None for is_local in encoder.local_layers]
+    num_pairs = sum(length * min(length, window or length) for window in windows for length in lens)
+    flops_of_a_pair = 4.0 * config.num_attention_heads * config.head_dim / (2 if encoder is None else 1)
+    return 2.0 * count_weights(config).dense * sum(lens) + flops_of_a_pair * num_pairs
 
 
 class DecodeStep(NamedTuple):
@@ -310,8 +305,6 @@ def measure_rates(device: str, config: ModelConfig, num_gpus: int = 1) -> Rates:
     Call it before an engine is loaded: memory taken after a far larger piece was freed has been seen to read a tenth
     slower.
     """
-    import torch
-
     dtype = getattr(torch, config.dtype) if device == "cuda" else torch.float32
     read, copy, num_bytes = _measure_bandwidth(device)
     matrix_rate, size = _measure_products(device, dtype)
@@ -333,46 +326,35 @@ def _measure_bandwidth(device: str) -> tuple[float, float, int]:
 
     The sum only reads; the copy reads or writes every byte once. The buffer is far larger than any cache.
     """
-    import torch
-
     num_bytes = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if device == "cuda" else GIB // 4
     data = torch.ones(num_bytes // 16 * 4, dtype=torch.float32, device=device)
     first, second = data.chunk(2)
-    read = data.nbytes / _median_seconds(data.sum, device)
-    copy = data.nbytes / _median_seconds(lambda: first.copy_(second), device)
+    read = data.nbytes / median_seconds(data.sum, device)
+    copy = data.nbytes / median_seconds(lambda: first.copy_(second), device)
     return read, copy, data.nbytes
 
 
-def _measure_products(device: str, dtype: Any) -> tuple[float, int]:
+def _measure_products(device: str, dtype: torch.dtype) -> tuple[float, int]:
     """Return FLOP/s of a large square product, and its size.
 
     The numbers are random: zeros would be faster, since fewer bits flip and the clock stays up.
     """
-    import torch
-
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / _median_seconds(lambda: a @ b, device), size
+    return 2 * size**3 / median_seconds(lambda: a @ b, device), size
 
 
 def _measure_fp8_products(device: str, size: int) -> float | None:
     """Return FLOP/s of a square product of FP8 with a scale for each row and column; None where there is none."""
-    import torch
-
-    from nanoinfer.ops.common.device_properties import has_fp8_products
-    from nanoinfer.ops.fp8.spec import quantize_weight
-
     if not has_fp8_products(torch.device(device)):
         return None
     (a, a_scales), (b, b_scales) = (quantize_weight(torch.randn(size, size, device=device)) for _ in range(2))
     operands = a, b.t(), a_scales.unsqueeze(1), b_scales.unsqueeze(0)
-    return 2 * size**3 / _median_seconds(lambda: torch._scaled_mm(*operands, out_dtype=torch.bfloat16), device)
+    return 2 * size**3 / median_seconds(lambda: torch._scaled_mm(*operands, out_dtype=torch.bfloat16), device)
 
 
-def _median_seconds(work: Callable[[], object], device: str) -> float:
+def median_seconds(work: Callable[[], object], device: str) -> float:
     """Return the median time of `work`; on a GPU by the clock of the GPU, which the host does not hold up."""
-    import torch
-
     if device != "cuda":
         marks = []
         for _ in range(8):

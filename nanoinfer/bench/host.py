@@ -1,16 +1,26 @@
-"""`nanoinfer bench host`: what decode steps, and whole calls, cost the host. The GPU must take longer for them.
+"""`nanoinfer bench host`: what decode steps, whole calls and replicas cost the host. The GPU must take longer for them.
 
-Token ids are made up in place of a model, and PyTorch is not imported.
+Token ids are made up in place of a model, and stubs stand for replicas. Steps and calls are timed before PyTorch is
+imported.
 """
 
-import random
+import argparse
+import multiprocessing
+import pickle
 import statistics
+import threading
+from collections.abc import Sequence as SequenceOf
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from time import perf_counter, process_time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+
 from nanoinfer import SamplingParams
-from nanoinfer.bench.workloads import Load, draw_workload
+from nanoinfer.bench.report import describe_machine
+from nanoinfer.bench.workloads import LOADS, Load, draw_workload
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.engine.block_manager import BlockManager
@@ -18,11 +28,14 @@ from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import Packet, pack, read_header
 from nanoinfer.engine.preparer import Preparer
-from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.text.prompts import PromptProcessor
+from nanoinfer.executor.shm_ring import Ring
+from nanoinfer.outputs import EngineMetrics
+from nanoinfer.replicas.replica_messages import Metrics, Outputs, Requests
+from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, pack_ids
 
 CASES = ((256, 0), (1024, 0), (256, 100_000))  # sequences running, requests waiting
 NUM_STEPS = 512  # two blocks of tokens for each sequence
@@ -30,9 +43,19 @@ BLOCK_SIZE = 256
 INPUT_LEN = (100, 1024)  # sequences need blocks in different steps
 VOCAB_SIZE = 150_000
 PARTS = ("schedule", "pack", "update", "total")
+TEXT = "word "  # of a token of a stub
 
 
-def measure(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
+def run(_args: argparse.Namespace) -> dict[str, Any]:
+    """Time decode steps, calls and replicas, and return all figures."""
+    loads = LOADS["cuda"]
+    figures: dict[str, Any] = {"host": measure_steps()}
+    figures["calls"] = {name: measure_call(loads[name][0]) for name in ("fewshot", "short")}
+    figures["replicas"] = {name: measure_replicas(loads[name][0]) for name in ("steady", "fewshot", "short")}
+    return {**figures, **describe_machine("cpu")}
+
+
+def measure_steps(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
     """Time every case and print a line for each; return all figures.
 
     The requests that wait behind the running sequences find no free row, so they stay there.
@@ -120,8 +143,8 @@ def fill_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Schedu
         max_num_batched_tokens=num_running * INPUT_LEN[1],  # all prompts in one step
         max_model_len=max_model_len,
     )
-    rng, params = random.Random(0), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    prompts = [rng.choices(range(10_000), k=rng.randint(*INPUT_LEN)) for _ in range(num_running)]
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = draw_workload(0, Load(num_running, INPUT_LEN, (1, 1)), VOCAB_SIZE).prompts
     for seq_id, prompt in enumerate(prompts + [[1, 2, 3]] * num_waiting):
         scheduler.add(Sequence(seq_id, prompt, params))
     return scheduler
@@ -148,3 +171,99 @@ def time_steps(scheduler: Scheduler, num_steps: int) -> list[tuple[float, ...]]:
             times.append(tuple(1e6 * seconds for seconds in spans))
         in_flight, token_ids = batch, [0] * len(batch.sampled)
     return times
+
+
+class NoWorkers:
+    """Stands in for the processes of a replica."""
+
+    are_ours, failure = True, None
+
+    def hang_up(self) -> None: ...
+
+    def close(self, patience: float = 0.0) -> None: ...
+
+
+def measure_replicas(load: Load, num_replicas: int = 8) -> dict[str, float]:
+    """Run a load, print what it took of the parent's CPU time, and return the figures."""
+    from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine  # PyTorch is imported with it
+
+    workload = draw_workload(0, load, VOCAB_SIZE)
+    requests = [
+        PreparedRequest(
+            prompt=None,
+            token_ids=prompt,
+            packed_ids=pack_ids(prompt),
+            sampling_params=SamplingParams(max_tokens=count, ignore_eos=True),
+        )
+        for prompt, count in zip(workload.prompts, workload.max_tokens, strict=True)
+    ]
+    pipes = [multiprocessing.Pipe() for _ in range(num_replicas)]
+    theirs = [pipe[1] for pipe in pipes]
+    stubs = multiprocessing.get_context("spawn").Process(target=answer_all, args=(theirs,), daemon=True)
+    stubs.start()
+    replicas = [ReplicaHandle(index, NoWorkers(), ours) for index, (ours, _) in enumerate(pipes)]  # type: ignore[arg-type]
+    config = EngineConfig("stub", data_parallel_size=num_replicas, max_num_seqs=load.max_num_seqs)
+    engine = ReplicatedEngine(config, replicas, Ring(num_replicas, 1, 1), load.longest)
+    for connection, _ in pipes:
+        connection.recv()  # the stubs are ready
+    inbox, before = Inbox(), process_time()
+    for request_id, request in zip(engine.reserved_ids.reserve(len(requests)), requests, strict=True):
+        engine.add_request(request_id, request, inbox.outputs)
+        inbox.request_ids.add(request_id)
+    queued = process_time()
+    while not inbox.is_complete:
+        engine.step()
+    seconds, queue_seconds = process_time() - before, queued - before
+    engine.close()
+    stubs.join()
+    num_tokens = sum(len(output.token_ids) for output in inbox.outputs)
+    assert num_tokens == workload.num_output_tokens, f"{num_tokens} tokens came out"
+    rate = num_tokens / seconds
+    print(
+        f"{num_replicas} replicas, {load.num_seqs:,} requests of {workload.num_input_tokens:,} tokens, {num_tokens:,} "
+        f"out: {seconds:.3f} s of the parent ({queue_seconds:.3f} s to queue them), {rate:,.0f} tokens out and "
+        f"{load.num_seqs / seconds:,.0f} requests a second"
+    )
+    return {"seconds": seconds, "tokens_per_second": rate, "requests_per_second": load.num_seqs / seconds}
+
+
+def answer_all(connections: SequenceOf[Connection]) -> None:
+    """Answer the requests of all replicas at once, until the pipes are closed. As in a replica, a thread reads."""
+    received: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=read_all, args=(connections, received), daemon=True).start()
+    for connection in connections:
+        connection.send(None)
+    while (found := received.get()) is not None:
+        connection, message = found
+        if isinstance(message, Requests):
+            connection.send(Metrics(EngineMetrics()))
+            connection.send(stub_outputs(message))
+
+
+def read_all(connections: SequenceOf[Connection], received: "SimpleQueue[Any]") -> None:
+    left: list[Any] = [*connections]
+    while left:
+        for connection in wait(left):
+            assert isinstance(connection, Connection)
+            try:
+                received.put((connection, connection.recv()))
+            except (EOFError, OSError):
+                left.remove(connection)
+    received.put(None)
+
+
+def stub_outputs(message: Requests) -> Outputs:
+    """Return outputs of as many tokens as each request may have."""
+    params = [pickle.loads(pickled) for pickled in message.params]
+    counts = [params[index].max_tokens or 0 for index in message.which_params.tolist()]
+    ids = message.columns[:, 0]
+    return Outputs(
+        np.stack([ids, np.zeros_like(ids), np.ones_like(ids)], axis=1),
+        np.full((len(ids), 3), 0.5),
+        np.array([(count, 1) for count in counts], np.int32),
+        np.ones(sum(counts), np.int32),
+        [TEXT * count for count in counts],
+        {},
+        {},
+        {},
+    )

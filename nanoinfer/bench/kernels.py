@@ -1,30 +1,43 @@
-"""`nanoinfer bench kernels`: attention, matrix products, experts and linear attention on a GPU.
+"""`nanoinfer bench kernels`: attention, matrix products and experts in 16, 8 and 4 bits, linear attention, on a GPU.
 
 It prints the tables of docs/performance.md. Each figure is the median over replays of a CUDA graph whose calls all read
 other weights or another layer's cache, as in a decode step, so that nothing is found in the L2 cache.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import comb
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanoinfer.bench.floor import Rates
-from nanoinfer.bench.report import describe_source, print_row
-from nanoinfer.bench.throughput import describe_machine
+from nanoinfer.bench.floor import Rates, count_pairs, median_seconds
+from nanoinfer.bench.report import describe_machine, describe_source, print_row
+from nanoinfer.checkpoint.int4_config import Int4Config
+from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.quantization_config import Fp8Config
+from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import select_backend
 from nanoinfer.layers.attention.kv_quantization import num_cache_bytes
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, SharedPrefixes
+from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, PrefillMetadata, SharedPrefixes
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoinfer.layers.moe import Experts, Routing
+from nanoinfer.ops.activations.spec import silu_and_mul
+from nanoinfer.ops.common.device_properties import has_fp8_products
+from nanoinfer.ops.common.fp8_format import RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.kv_cache.spec import quantize_vectors
+from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
+from nanoinfer.quantization.method_selection import with_quantization
 
-DTYPE = torch.bfloat16
-RATES = Rates(4.39e12, 790e12, 2, "an H200")  # what the floors are at
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+RATES = Rates(4.39e12, 790e12, 2, "an H200", 1400e12)  # what the floors are at; in FP8 with a scale for each row
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (16, 32), 8, 128, 256
 VOCAB_SIZE = 151936
 MODELS = {  # hidden size, intermediate size, query heads, splits of o's and down's sums
@@ -39,16 +52,30 @@ MOE_MODELS = {  # hidden size, inner size of an expert, experts, experts per tok
 MOE_TOKENS = (1, 4, 16, 64, 128, 256, 1024, 8192)
 
 
-def run() -> None:
-    """Print all tables. Raises ConfigError where there is no GPU."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Print all tables of a quantization, or of several GPUs. Raises ConfigError where no GPU can compute them."""
+    if args.gpus > 1 and args.quantization is None:
+        from nanoinfer.bench import all_reduces
+
+        all_reduces.run(args.gpus)
+        return {}
     check_gpus(1)
+    if args.quantization == "fp8" and not has_fp8_products(DEVICE):
+        raise ConfigError("--quantization fp8 times FP8 products, which this machine has not; leave it out")
     with torch.inference_mode():
-        decode_attention()
-        shared_prefix()
-        prefill_attention()
-        products()
-        experts()
-        linear_attention()
+        if args.quantization is None:
+            decode_attention()
+            shared_prefix()
+            prefill_attention()
+        if args.quantization == "fp8":
+            rounding()
+        for of in FORMATS[args.quantization]:
+            products(of)
+            if args.quantization != "int4":
+                experts(of)
+        if args.quantization is None:
+            linear_attention()
+    return {}
 
 
 def check_gpus(count: int) -> None:
@@ -82,40 +109,39 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
 
 
 def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=DTYPE, device="cuda")
+    return torch.randn(*shape, dtype=DTYPE, device=DEVICE)
 
 
 def decode_attention() -> None:
     """Print TB/s of keys, values and scales in each format, for contexts of 100 to 2,048 tokens, or one of 32,768."""
-    from nanoinfer.ops.decode_attention.triton import has_large_tiles, paged_decode_attention, plan_decode
+    from nanoinfer.layers.attention.triton import TritonBackend
 
     loads = [(rows, 100, 2048) for rows in (256, 128, 64, 32, 16, 8, 1)] + [(1, 32768, 32768)]
-    num_layers, num_blocks, scale = 8, 2200, HEAD_DIM**-0.5
-    shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    num_blocks = 2200
     print_row("decode attention, TB/s; batch", *(rows for rows, _, _ in loads[:-1]), "1, with 32k")
     for dtype, heads in [(dtype, heads) for dtype in (DTYPE, torch.int8, torch.float8_e4m3fn) for heads in HEADS]:
-        layers, figures = [random_cache(shape, dtype) for _ in range(num_layers)], []
-        caches = [(layer.k, layer.v, layer.k_scales, layer.v_scales) for layer in layers]
+        backend, figures = TritonBackend(attention_spec(heads, HEAD_DIM)), []
+        caches = [random_cache(1, num_blocks, HEAD_DIM, dtype) for _ in range(8)]
         for rows, shortest, longest in loads:
-            order = torch.randperm(rows, device="cuda")
-            lens = torch.linspace(shortest, longest, rows + 2, device="cuda")[1:-1][order].int()
+            order = torch.randperm(rows, device=DEVICE)
+            lens = torch.linspace(shortest, longest, rows + 2, device=DEVICE)[1:-1][order].int()
             width = -(-longest // BLOCK_SIZE)
-            tables = torch.randperm(num_blocks, device="cuda")[: rows * width].view(rows, width).int()
-            large_tiles = has_large_tiles(dtype != DTYPE, heads // KV_HEADS)
-            plan = plan_decode(lens, tables, BLOCK_SIZE, HEAD_DIM, large_tiles=large_tiles)
+            tables = torch.randperm(num_blocks, device=DEVICE)[: rows * width].view(rows, width).int()
+            step = backend.plan(DecodeMetadata(torch.empty(0), lens, tables), caches[0])
             q = randn(rows, heads, HEAD_DIM)
-            time = microseconds([partial(paged_decode_attention, q, *cache, *plan, scale) for cache in caches])
+            time = microseconds([partial(backend.decode, q, cache.layer(0), step) for cache in caches])
             num_bytes = int(lens.sum()) * num_cache_bytes((KV_HEADS, HEAD_DIM), dtype)
             figures.append(f"{num_bytes / time / 1e6:.2f}")
         print_row(f"{heads} query heads, {str(dtype).removeprefix('torch.')}", *figures)
-        del layers, caches
+        del caches
 
 
-def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerCache:
+def random_cache(num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = DTYPE) -> KVCache:
+    keys, values = (randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, head_dim) for _ in range(2))
     if dtype == DTYPE:
-        return LayerCache(randn(*shape), randn(*shape))
-    (k, k_scales), (v, v_scales) = (quantize_vectors(randn(*shape), dtype) for _ in range(2))
-    return LayerCache(k, v, k_scales, v_scales)
+        return KVCache(keys, values)
+    (k, k_scales), (v, v_scales) = (quantize_vectors(x, dtype) for x in (keys, values))
+    return KVCache(k, v, k_scales, v_scales)
 
 
 def shared_prefix() -> None:
@@ -125,13 +151,13 @@ def shared_prefix() -> None:
 
     rows, num_shared, num_own = 256, 2048 // BLOCK_SIZE, 1024 // BLOCK_SIZE  # blocks
     num_layers, num_blocks = 16, num_shared + rows * num_own  # so many that their prefixes do not fit into the L2 cache
-    cache = KVCache(*(randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM) for _ in range(2)))
+    cache = random_cache(num_layers, num_blocks, HEAD_DIM)
     layers = [cache.layer(index) for index in range(num_layers)]
-    own_lens = torch.linspace(100, 1024, rows, device="cuda")[torch.randperm(rows, device="cuda")].int()
-    shared, own = torch.randperm(num_blocks, device="cuda").int().split((num_shared, rows * num_own))
+    own_lens = torch.linspace(100, 1024, rows, device=DEVICE)[torch.randperm(rows, device=DEVICE)].int()
+    shared, own = torch.randperm(num_blocks, device=DEVICE).int().split((num_shared, rows * num_own))
     tables = torch.cat((shared.expand(rows, -1), own.view(rows, num_own)), dim=1)
     plain = DecodeMetadata(torch.empty(0), own_lens + num_shared * BLOCK_SIZE, tables)
-    num_bytes = (num_shared * BLOCK_SIZE + int(own_lens.sum())) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+    num_bytes = (num_shared * BLOCK_SIZE + int(own_lens.sum())) * num_cache_bytes((KV_HEADS, HEAD_DIM), DTYPE)
     print_row("decode with a shared prefix, us", "each row for itself", "first pass", "both passes", "their floor")
     for heads in HEADS:
         backend, q = TritonBackend(attention_spec(heads, HEAD_DIM)), randn(rows, heads, HEAD_DIM)
@@ -153,33 +179,33 @@ def shared_prefix() -> None:
 
 def prefill_attention() -> None:
     """Print TFLOP/s of causal attention in prompts of 1,024 tokens, and in one of 32,768, also with a window."""
-    from nanoinfer.ops.prefill_attention.triton import paged_prefill_attention, plan_prefill
+    from nanoinfer.layers.attention.triton import TritonBackend
 
     columns = "ours", "Hopper's own", "flash-attn", "flash-attn, paged"
     print_row("prefill attention, TFLOP/s", "query heads", "head size", *columns)
     shapes = [(heads, head_dim) for heads in HEADS for head_dim in (64, 128, 256)]
     for num_seqs, length, window in ((16, 1024, None), (1, 32768, None), (1, 32768, 1024)):
-        num_blocks, lens = num_seqs * length // BLOCK_SIZE, (length,) * num_seqs
-        tables = torch.randperm(num_blocks, device="cuda").int().view(num_seqs, -1)
-        cu_lens = torch.arange(0, num_seqs + 1, dtype=torch.int32, device="cuda") * length
+        num_blocks = num_seqs * length // BLOCK_SIZE
+        tables = torch.randperm(num_blocks, device=DEVICE).int().view(num_seqs, -1)
+        step = PrefillMetadata.of_whole_prompts([length] * num_seqs, tables)
         for heads, head_dim in shapes:
             spec = attention_spec(heads, head_dim, window)
-            tiles = plan_prefill(lens, lens, spec.group_size, tables.device)
-            q_shape, cache_shape = (num_seqs * length, heads, head_dim), (num_blocks, KV_HEADS, BLOCK_SIZE, head_dim)
-            layers = [(randn(*q_shape), randn(*cache_shape), randn(*cache_shape)) for _ in range(4)]
-            scales, scale = (None, None), spec.scale  # those of a cache in 8 bits, and that of the scores
+            cache, qs = random_cache(4, num_blocks, head_dim), randn(4, num_seqs * length, heads, head_dim)
+            layers = [cache.layer(index) for index in range(len(qs))]
+            # The same memory as tokens that lie end to end, and by way of blocks.
+            ends = [
+                (q, *(x.view(-1, KV_HEADS, head_dim) for x in (kv.k, kv.v))) for q, kv in zip(qs, layers, strict=True)
+            ]
+            paged = [(q, *(x.transpose(1, 2) for x in (kv.k, kv.v))) for q, kv in zip(qs, layers, strict=True)]
             ways: list[list[Callable[[], Tensor]]] = [[] for _ in columns]
-            ways[0] = [partial(paged_prefill_attention, *qkv, *scales, tiles, tables, scale, window) for qkv in layers]
-            if hopper := find_hopper_kernel(spec):
-                options = tiles, torch.zeros(2, dtype=torch.int32, device="cuda"), tables, cu_lens, scale
-                ways[1] = [partial(hopper, *qkv, *options) for qkv in layers]
+            for way, backend in enumerate((TritonBackend(spec), find_backend("triton", spec))):
+                if way == 0 or getattr(backend, "has_hopper_kernel", False):
+                    its = backend.plan(step, cache)
+                    ways[way] = [partial(backend.prefill, *qkv, kv, its) for qkv, kv in zip(ends, layers, strict=True)]
             if flash_attn := find_flash_attn(spec):
-                # It reads the same memory as tokens that lie end to end, then by way of blocks.
-                contiguous = [(q, *(x.view(-1, KV_HEADS, head_dim) for x in kv)) for q, *kv in layers]
-                paged = [(q, *(x.transpose(1, 2) for x in kv)) for q, *kv in layers]
-                for way, qkvs, block_tables in ((2, contiguous, None), (3, paged, tables)):
-                    ends = cu_lens, cu_lens, block_tables, length, length, spec
-                    ways[way] = [partial(flash_attn, *qkv, *ends) for qkv in qkvs]
+                for way, qkvs, block_tables in ((2, ends, None), (3, paged, tables)):
+                    lens = step.cu_query_lens, step.cu_context_lens, block_tables, length, length
+                    ways[way] = [partial(flash_attn, *qkv, *lens, spec) for qkv in qkvs]
             num_flops = 4 * heads * head_dim * num_seqs * count_pairs(length, window)
             figures = [f"{num_flops / microseconds(calls) / 1e6:.0f}" if calls else "-" for calls in ways]
             prompts = f"{num_seqs} x {length:,}" + (f", window {window:,}" if window else "")
@@ -190,80 +216,152 @@ def attention_spec(heads: int, head_dim: int, window: int | None = None) -> Atte
     return AttentionSpec(heads, KV_HEADS, head_dim, head_dim**-0.5, window)
 
 
-def find_hopper_kernel(spec: AttentionSpec) -> Callable[..., Tensor] | None:
-    """Return Hopper's own kernel for prompts, or None where it does not serve."""
-    backend = select_backend("triton", torch.device("cuda"), DTYPE, spec, BLOCK_SIZE)
-    if not getattr(backend, "has_hopper_kernel", False):
+def find_backend(name: str, spec: AttentionSpec) -> Any:
+    """Return a backend of attention, or None where it is not installed, or does not serve."""
+    try:
+        return select_backend(name, DEVICE, DTYPE, spec, BLOCK_SIZE)
+    except ConfigError:
         return None
-    from nanoinfer.ops.prefill_attention.hopper import hopper_prefill_attention
-
-    return hopper_prefill_attention
 
 
 def find_flash_attn(spec: AttentionSpec) -> Callable[..., Tensor] | None:
     """Return flash-attn's function for prompts, or None where it is not installed, or was built without this spec."""
-    try:
-        select_backend("flash_attn", torch.device("cuda"), DTYPE, spec, BLOCK_SIZE)
-    except ConfigError:
+    if find_backend("flash_attn", spec) is None:
         return None
     from nanoinfer.layers.attention.flash_attn import varlen_attention
 
     return varlen_attention
 
 
-def count_pairs(length: int, window: int | None) -> int:
-    """Return how many pairs a prompt has of a token and one that it attends to, itself included."""
-    visible = min(window or length, length)
-    return comb(visible + 1, 2) + (length - visible) * visible
+class Format(NamedTuple):
+    """Says which weights a table of products, or one of experts, has.
+
+    name: in the title. rows: of the inputs. configs: each gives a figure; None: 16 bits.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    configs: tuple[QuantizationConfig | None, ...]
+    figures: str = "us / floor"
+
+    @property
+    def is_fp8(self) -> bool:
+        return isinstance(self.configs[0], Fp8Config)
+
+    @property
+    def weight_bytes(self) -> float:
+        return DTYPE.itemsize if self.configs[0] is None else self.configs[0].weight_bits / 8
+
+    @property
+    def input_bytes(self) -> int:
+        return 1 if self.is_fp8 else DTYPE.itemsize
+
+    def round_input(self, x: Tensor, layer: Any) -> Any:
+        """Return what a layer multiplies: rows are rounded already, by the kernels that make them."""
+        return layer.quant_method.round_input(x) if self.is_fp8 else x
+
+    def floor(self, num_bytes: float, num_flops: int) -> float:
+        """Return the least microseconds: those of the bytes, or those of the FLOPs."""
+        rate = RATES.fp8_matrix_rate if self.is_fp8 else RATES.matrix_rate
+        return max(num_bytes / RATES.bandwidth, num_flops / (rate or RATES.matrix_rate)) * 1e6
 
 
-def products() -> None:
-    """Print microseconds of each product by one call of cuBLAS, of o and down (with split-K) as well, and the floor."""
-    print_row("products, us / floor", "rows", "qkv", "o (split-K)", "gate, up", "down (split-K)", "lm_head")
-    for name, (hidden, intermediate, heads, num_splits) in MODELS.items():
-        shapes = {
-            "qkv": (hidden, (heads + 2 * KV_HEADS) * HEAD_DIM),
-            "o": (heads * HEAD_DIM, hidden),
-            "gate, up": (hidden, 2 * intermediate),
-            "down": (intermediate, hidden),
-            "lm_head": (hidden, VOCAB_SIZE),
-        }
-        table: dict[int, list[str]] = {rows: [] for rows in (1, 8, 16, 64, 128, 192, 256, 512)}
-        for product, (inputs, outputs) in shapes.items():
-            num_weights = max(2, min(28, 600 * 2**20 // (2 * inputs * outputs)))  # more than the L2 cache holds
-            weights = [randn(outputs, inputs) * 0.02 for _ in range(num_weights)]
+# By --quantization.
+FORMATS = {
+    None: [Format("", (1, 8, 16, 64, 128, 192, 256, 512), (None,))],
+    "fp8": [
+        Format(f" of {name}", (1, 8, 16, 64, 128, 192, 256, 512, 4096), (config,))
+        for name, config in (
+            ("channels", Fp8Config()),
+            ("blocks", Fp8Config(weight_granularity="block", in_checkpoint=True, scale_name="weight_scale_inv")),
+        )
+    ],
+    "int4": [
+        Format("", (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096), (Int4Config(), None), "us in 4 bits / in 16 / floor")
+    ],
+}
+
+
+def products(of: Format) -> None:
+    """Print microseconds of each product, and the floor. In 16 bits: of one call of cuBLAS, and of one with split-K."""
+    is_wide, tp = of.configs[0] is None, TensorParallel()
+    split = "" if len(of.configs) > 1 else " (split-K)"
+    columns = ["qkv", f"o{split}", "gate, up", f"down{split}", *(["lm_head"] if is_wide else [])]
+    print_row(f"products{of.name}, {of.figures}", "rows", *columns)
+    for model, (hidden, intermediate, heads, num_splits) in MODELS.items():
+        kv_width, width = KV_HEADS * HEAD_DIM, heads * HEAD_DIM
+        shapes = [(hidden, width + 2 * kv_width), (width, hidden), (hidden, 2 * intermediate), (intermediate, hidden)]
+        table: dict[int, list[str]] = {rows: [] for rows in of.rows}
+        for column, (inputs, outputs) in zip(columns, [*shapes, (hidden, VOCAB_SIZE)], strict=False):
+            is_row = column.startswith(("o", "down"))
+            kind, shape = (RowParallelLinear, outputs) if is_row else (ColumnParallelLinear, {"all": outputs})
+            make: Callable[[], nn.Module] = partial(kind, inputs, shape, False, tp)
+            count = 600 * 2**20 // (of.input_bytes * inputs * outputs)  # more than the L2 cache holds
+            layers = [random_layers(make, max(2, min(28, count)), config) for config in of.configs]
             for rows, figures in table.items():
-                x = randn(rows, inputs)
-                figure = f"{microseconds([partial(torch.mm, x, w.t()) for w in weights]):.1f}"
-                if product in ("o", "down") and rows <= 256:
-                    xs = x.view(rows, num_splits, -1).transpose(0, 1)
-                    ws = [w.view(outputs, num_splits, -1).permute(1, 2, 0) for w in weights]
-                    figure += f" ({microseconds([partial(torch.bmm, xs, w) for w in ws]):.1f})"
-                figures.append(f"{figure} / {floor_microseconds(rows, inputs, outputs):.1f}")
-            del weights
+                x = of.round_input(randn(rows, inputs), layers[0][0])
+                ways: list[list[Callable[[], object]]] = [[partial(layer, x) for layer in its] for its in layers]
+                if is_wide:
+                    weights = [layer.weight for layer in layers[0]]
+                    ways = [[partial(torch.mm, x, weight.t()) for weight in weights]]
+                    if is_row and rows <= 256:
+                        xs = x.view(rows, num_splits, -1).transpose(0, 1)
+                        ws = [weight.view(outputs, num_splits, -1).permute(1, 2, 0) for weight in weights]
+                        ways.append([partial(torch.bmm, xs, w) for w in ws])
+                first, *others = (f"{microseconds(calls):.1f}" for calls in ways)
+                shown = first + "".join(f" ({time})" if is_wide else f" / {time}" for time in others)
+                num_bytes = of.weight_bytes * inputs * outputs + rows * (of.input_bytes * inputs + 2 * outputs)
+                figures.append(f"{shown} / {of.floor(num_bytes, 2 * rows * inputs * outputs):.1f}")
+            del layers
         for rows, figures in table.items():
-            print_row(name, rows, *figures)
+            print_row(model, rows, *figures)
 
 
-def experts() -> None:
+def experts(of: Format) -> None:
     """Print microseconds of the MLPs of a layer's experts, which tokens choose at random, and the floor."""
-    from nanoinfer.ops.experts.triton import expert_mlp
-
-    print_row("experts, us / floor; tokens", *MOE_TOKENS)
+    print_row(f"experts{of.name}, us / floor; tokens", *MOE_TOKENS)
     for name, (hidden, inner, num_experts, num_choices) in MOE_MODELS.items():
-        layers = [(randn(num_experts, 2 * inner, hidden), randn(num_experts, hidden, inner)) for _ in range(4)]
+        moe = MoEConfig(num_experts, num_choices, inner, norm_topk_prob=True, has_experts=(True,))
+        layers = random_layers(partial(Experts, hidden, moe, TensorParallel()), 4, of.configs[0])
         figures = []
         for num_tokens in MOE_TOKENS:
-            x, calls, num_read = randn(num_tokens, hidden), [], 0
+            x, calls, num_read = of.round_input(randn(num_tokens, hidden), layers[0].gate_up_proj), [], 0
             for layer in layers:
-                weights, ids = torch.rand(num_tokens, num_experts, device="cuda").topk(num_choices)
-                calls.append(partial(expert_mlp, x, *layer, ids.int(), weights))
+                weights, ids = torch.rand(num_tokens, num_experts, device=DEVICE).topk(num_choices)
+                calls.append(partial(layer, x, Routing(ids.int(), weights)))
                 num_read += len(ids.unique())
-            num_bytes = DTYPE.itemsize * 3 * hidden * inner * num_read / len(layers)
-            num_flops = 2 * 3 * hidden * inner * num_tokens * num_choices
-            floor = max(num_bytes / RATES.bandwidth, num_flops / RATES.matrix_rate) * 1e6
+            num_bytes = of.weight_bytes * 3 * hidden * inner * num_read / len(layers)
+            floor = of.floor(num_bytes, 2 * 3 * hidden * inner * num_tokens * num_choices)
             figures.append(f"{microseconds(calls):.1f} / {floor:.1f}")
         print_row(name, *figures)
+
+
+def random_layers(make: Callable[[], nn.Module], count: int, config: QuantizationConfig | None) -> list[Any]:
+    """Return layers with random weights, quantized as the config says."""
+    with DEVICE:
+        layers, generator = [make().to(DTYPE) for _ in range(count)], torch.Generator(DEVICE).manual_seed(0)
+        module: Any
+        for layer in with_quantization(layers, config):
+            for module in layer.modules():
+                if hasattr(module, "quant_method"):
+                    module.quant_method.fill_with_random_weights(module, 0.02, generator)
+    return layers
+
+
+def rounding() -> None:
+    """Print microseconds of the norm and of SwiGLU in 16 bits and with rounding, and of rounding alone."""
+    print_row("us in 16 bits / in FP8; rows", "norm of 4 splits", "SwiGLU", "attention's rows alone")
+    by_token, by_group = RowFormat(), RowFormat(group_size=128)
+    for hidden, inner in ((1024, 3072), (4096, 12288)):
+        weight = randn(hidden)
+        for rows in (1, 16, 256, 4096):
+            sums, residual, gate_up = randn(4, rows, hidden), randn(rows, hidden), randn(rows, 2 * inner)
+            norm = partial(add_rms_norm, sums, residual, weight, 1e-6)
+            norm_fp8 = partial(add_rms_norm_to_fp8, sums, residual, weight, 1e-6, None, by_token)
+            pairs = ((norm, norm_fp8), (partial(silu_and_mul, gate_up), partial(silu_and_mul, gate_up, by_group)))
+            figures = [" / ".join(f"{microseconds([call] * 20):.1f}" for call in pair) for pair in pairs]
+            alone = microseconds([partial(quantize_rows, residual, by_group)] * 20)
+            print_row(f"{hidden}, {inner}", rows, *figures, f"{alone:.1f}")
 
 
 def linear_attention() -> None:
@@ -278,8 +376,8 @@ def linear_attention() -> None:
     lens = (547,) * 4 + (546,) * 26  # 16,384 tokens
     layers = []
     for _ in range(2):  # one has more states than fit into the L2 cache
-        matrices = torch.zeros(num_rows, value_heads, head_dim, head_dim, device="cuda")
-        gates = torch.zeros(value_heads, device="cuda")
+        matrices = torch.zeros(num_rows, value_heads, head_dim, head_dim, device=DEVICE)
+        gates = torch.zeros(value_heads, device=DEVICE)
         weights = randn(channels, width), gates, gates, randn(head_dim)
         layers.append((matrices, randn(num_rows, width, channels), *weights))
 
@@ -287,34 +385,17 @@ def linear_attention() -> None:
         return randn(num_tokens, channels + values), randn(num_tokens, 2 * value_heads)
 
     of_rows = inputs_of(num_rows)
-    rows = torch.arange(num_rows, dtype=torch.int32, device="cuda")
-    positions = torch.ones(num_rows, dtype=torch.int64, device="cuda")
+    rows = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    positions = torch.ones(num_rows, dtype=torch.int64, device=DEVICE)
     of_prompts = *inputs_of(sum(lens)), rows[: len(lens)], lens, lens
     prefill = [partial(gated_delta_prefill, *of_prompts, *layer, eps=1e-6) for layer in layers]
     decode = [partial(gated_delta_step, *of_rows, rows, positions, *layer, eps=1e-6) for layer in layers]
     # A prefill step reads what the products made, and writes outputs; a decode step reads and writes the states.
     prefill_bytes = DTYPE.itemsize * sum(lens) * (channels + 2 * values) + layers[0][0].nbytes * len(lens) // num_rows
-    times = eager_microseconds(prefill), microseconds(decode)
-    floors = prefill_bytes / RATES.bandwidth * 1e6, 2 * layers[0][0].nbytes / RATES.bandwidth * 1e6
+    eager = median_seconds(lambda: [call() for call in prefill], DEVICE.type) / len(prefill) * 1e6
+    shown = [
+        f"{time:.1f} / {num_bytes / RATES.bandwidth * 1e6:.1f}"
+        for time, num_bytes in ((eager, prefill_bytes), (microseconds(decode), 2 * layers[0][0].nbytes))
+    ]
     print_row("linear attention, us / floor", f"prefill, {sum(lens):,} tokens", f"decode, {num_rows} rows")
-    print_row("Qwen3.5-9B", *(f"{time:.1f} / {floor:.1f}" for time, floor in zip(times, floors, strict=True)))
-
-
-def eager_microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
-    """Return the time of one of these calls without a CUDA graph, the host's part included where it is longer."""
-    for call in calls:
-        call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        for call in calls:
-            call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3 / (repeats * len(calls))
-
-
-def floor_microseconds(rows: int, inputs: int, outputs: int) -> float:
-    """Return the least time of a product: that of its bytes, or that of its FLOPs."""
-    num_bytes = DTYPE.itemsize * (inputs * outputs + rows * (inputs + outputs))
-    return max(num_bytes / RATES.bandwidth, 2 * rows * inputs * outputs / RATES.matrix_rate) * 1e6
+    print_row("Qwen3.5-9B", *shown)

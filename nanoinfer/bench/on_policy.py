@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench.throughput import describe_machine
+from nanoinfer.bench.report import describe_machine, find_device, print_row
+from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.errors import ConfigError
 from nanoinfer.outputs import RequestOutput
@@ -22,11 +24,9 @@ from nanoinfer.outputs import RequestOutput
 NUM_PROMPTS, MAX_PROMPT, MAX_TOKENS, BATCH = 32, 100, 64, 8
 
 
-def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Sample, compute the same log-probabilities with transformers, print a table, and return all figures."""
-    import transformers
-
-    folder = str(resolve_model_folder(args.model))
+    device, folder = find_device(), str(resolve_model_folder(args.model))
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     trainer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     has_experts = bool(_routers(trainer))
@@ -36,7 +36,8 @@ def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
         llm.update_weights(trainer.named_parameters())  # as a trainer does
         lengths: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(temperature=args.temperature, logprobs=0, flat_logprobs=True, **lengths)
-        prompts = _draw_prompts(trainer.config.get_text_config().vocab_size, args.seed)
+        load = Load(NUM_PROMPTS, (1, MAX_PROMPT), (MAX_TOKENS, MAX_TOKENS))
+        prompts = draw_workload(args.seed, load, trainer.config.get_text_config().vocab_size).prompts
         outputs = llm.generate(prompts, params, use_tqdm=False)
         name = repr(llm)
     found: list[Any] = [output.outputs[0].logprobs for output in outputs]  # FlatLogprobs
@@ -53,16 +54,11 @@ def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
         what: {"mean": of.abs().mean().item(), "worst": of.abs().max().item()} for what, of in differences.items()
     }
     print(f"{name}: {len(sampled)} sampled tokens at temperature {args.temperature:g}")
-    print("| log-probabilities of | mean difference | worst |\n|---|---|---|")
+    print_row("log-probabilities of", "mean difference", "worst")
+    print_row(*["---"] * 3)
     for what, of in figures.items():
-        print(f"| {what} | {of['mean']:.2g} | {of['worst']:.2g} |")
+        print_row(what, f"{of['mean']:.2g}", f"{of['worst']:.2g}")
     return {"model": folder, "dtype": dtype, "differences": figures, **describe_machine(device)}
-
-
-def _draw_prompts(vocab_size: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, MAX_PROMPT + 1, (NUM_PROMPTS,), generator=generator).tolist()
-    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 @torch.inference_mode()

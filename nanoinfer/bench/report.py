@@ -1,29 +1,28 @@
-"""`nanoinfer bench report`: prints one Markdown table from the files that other commands write with `--json`.
+"""How figures are shown: what they belong to, in a table, which `nanoinfer bench report` prints, and in a picture.
 
-Below the table it says what the figures belong to: date, commit, versions, hardware and the command.
+They belong to a date, a commit, versions, hardware and a command, which the table names in the lines below it.
 """
 
+import argparse
 import json
+import os
+import platform
 import shlex
 import statistics
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoinfer.bench.throughput import describe_requests
+from nanoinfer import __version__ as nanoinfer_version
+from nanoinfer.bench.engines import OPTIONS
+from nanoinfer.cli import option_string
 from nanoinfer.errors import ConfigError
 
-# Options that change what is measured, with the value that is not worth a word.
-OPTIONS = {
-    "tensor_parallel_size": 1,
-    "data_parallel_size": 1,
-    "quantization": None,
-    "kv_cache_dtype": "auto",
-    "top_k": 0,
-    "top_p": 1.0,
-    "enforce_eager": False,
-    "model_impl": "auto",
-    "compile": False,
-}
+COLORS = ("#1f5a99", "#b3470e", "#7a7a7a", "#2f7d32")  # of engines in a picture, in their order
 
 
 class Row(NamedTuple):
@@ -35,10 +34,10 @@ class Row(NamedTuple):
     shares: list[float]
 
 
-def print_report(paths: list[Path]) -> None:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print the table of all files, then their sources. Raises ConfigError for a file that has no figures for it."""
     lines, sources = [], []
-    for path in paths:
+    for path in args.files:
         for engine, figures in _read(path):
             if (source := describe_source(figures)) not in sources:
                 sources.append(source)
@@ -53,6 +52,7 @@ def print_report(paths: list[Path]) -> None:
     print()
     for number, source in enumerate(sources, start=1):
         print(f"{number}. {source}")
+    return {}
 
 
 def print_row(*cells: object) -> None:
@@ -122,10 +122,9 @@ def _rows(engine: str, figures: dict[str, Any], path: Path) -> list[Row]:
 
 def _describe_model(engine: str, figures: dict[str, Any]) -> str:
     """Return the model, the engine if it is another one, and the options that change what is measured."""
-    chosen = {name: figures["options"].get(name, usual) for name, usual in OPTIONS.items()}
-    chosen = {name: value for name, value in chosen.items() if value != OPTIONS[name]}
-    options = [f"`--{name.replace('_', '-')} {value}`" for name, value in chosen.items()]
-    options = [option.replace(" True`", "`") for option in options]
+    given = {name: figures["options"].get(name, usual) for name, usual in OPTIONS.items()}
+    changed = {option_string(name): value for name, value in given.items() if value != OPTIONS[name]}
+    options = [f"`{option}`" if value is True else f"`{option} {value}`" for option, value in changed.items()]
     return ", ".join([figures.get("model", "no model"), *([engine] if engine != "nanoinfer" else []), *options])
 
 
@@ -138,3 +137,70 @@ def _describe_load(load: dict[str, Any]) -> str:
 
 def _join(values: list[float]) -> str:
     return " / ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
+
+
+def find_device() -> str:
+    """Return where commands run: "cuda" if there is a GPU, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def describe_requests(num_requests: int, num_samples: int) -> str:
+    return f"{num_requests} requests" + (f" of {num_samples} samples" if num_samples > 1 else "")
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Return the date, commit, hardware and versions of a figure. The hardware: the host, and on "cuda" its GPUs."""
+    hardware: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cpu_cores": os.cpu_count()}
+    if device == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_properties(0)
+        hardware |= {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        hardware["gpus_seen"] = torch.cuda.device_count()
+    versions = {"python": platform.python_version(), "nanoinfer": nanoinfer_version}
+    for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm", "sentence-transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"date": date.today().isoformat(), "commit": find_commit(), "hardware": hardware, "versions": versions}
+
+
+def find_commit(root: Path = Path(__file__).parents[2]) -> str | None:
+    """Return the commit of the clone that the package runs from ("-dirty" if files differ), or None outside a clone."""
+    if not (root / ".git").exists():  # or git would name a repository around the installed package
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None
+
+
+def draw_loads(figures: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw the figures of `benchmark`, by engine; the suffix of the path says in which format.
+
+    Raises ImportError where matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    first = next(iter(figures.values()))
+    num_loads, height = len(first["loads"]), 0.8 / len(figures)
+    figure = Figure(figsize=(9, 1.2 + num_loads * (0.2 + 0.25 * len(figures))), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for rank, (engine, measured) in enumerate(figures.items()):
+        for line, load in enumerate(measured["loads"]):
+            speed = load["median_output_tokens_per_second"]
+            share = 100 * statistics.median(run["share_of_floor"] for run in load["runs"])
+            place, label = line + (rank - (len(figures) - 1) / 2) * height, engine if line == 0 else None
+            axes.barh(place, share, 0.9 * height, color=COLORS[rank % len(COLORS)], label=label)
+            axes.text(share + 1, place, f"{speed:,.0f}", va="center", fontsize=8)
+    axes.axvline(100, color="black", linewidth=1)
+    names = [f"{load['name']}, {load['load']['num_seqs']:,}" for load in first["loads"]]
+    axes.set_yticks(range(num_loads), names)
+    axes.set_ylabel("load, number of requests")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 110)
+    axes.set_xlabel("% of the floor, the least time that the hardware allows; beside the bars output tokens a second")
+    axes.set_title(f"{first['model']} on {first['hardware'].get('gpu', 'a CPU')}")
+    axes.legend(loc="lower right", bbox_to_anchor=(0.89, 0.0), frameon=False)
+    figure.savefig(path)

@@ -1,24 +1,62 @@
-"""`nanoinfer bench throughput` and `loads`: times whole runs and sets each against its floor."""
+"""Times whole runs: `nanoinfer bench throughput` and `loads`, each set against its floor, `text` and `embed`."""
 
 import argparse
 import os
-import platform
 import statistics
-import subprocess
-import tempfile
-from contextlib import closing, suppress
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, replace
-from datetime import date
-from importlib import metadata
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from nanoinfer import __version__ as nanoinfer_version
-from nanoinfer.bench.engines import Engine, engine_options, load_engine
-from nanoinfer.bench.floor import GIB, Floor, Rates, compute_replica_floor, measure_rates
-from nanoinfer.bench.workloads import Load, Model, Workload, choose_model, draw_workload
+from nanoinfer import LLM
+from nanoinfer.bench.engines import Engine, check_engine, engine_options, load_engine, load_sentence_transformers
+from nanoinfer.bench.floor import Floor, Rates, compute_floor, embedding_flops, measure_rates
+from nanoinfer.bench.report import describe_machine, describe_requests, draw_loads, find_device
+from nanoinfer.bench.workloads import (
+    EMBEDDED_TEXTS,
+    NUM_WORDS,
+    TEXT_JOBS,
+    Load,
+    Model,
+    Workload,
+    as_texts,
+    draw_workload,
+    loads_of,
+    model_of,
+    write_embedder,
+)
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.errors import ConfigError
+from nanoinfer.models import SUPPORTED
+
+NUM_EMBEDDINGS = 5  # runs; short texts take the host a fifth more time or less from run to run
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Run `throughput` or `loads`, by the engine that is asked for and then by others, and return all figures."""
+    device = find_device()
+    loads = loads_of(args, device)
+    check_engine(args, loads)
+    figures = {args.engine: benchmark(loads, device, args, args.started)}
+    for engine in getattr(args, "against", ()):
+        other = argparse.Namespace(**{**vars(args), "engine": engine})
+        try:
+            check_engine(other, loads)
+            figures[engine] = benchmark(loads, device, other, perf_counter())
+        except ConfigError as error:
+            print(f"{engine} is left out: {error}")
+    if getattr(args, "picture", None):
+        try:
+            draw_loads(figures, args.picture)
+        except ImportError:
+            print("no picture, as matplotlib is not installed: pip install matplotlib")
+    own = figures.pop(args.engine)
+    return {**own, "against": figures} if figures else own
 
 
 def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespace, started: float) -> dict[str, Any]:
@@ -28,8 +66,7 @@ def benchmark(loads: list[tuple[str, Load]], device: str, args: argparse.Namespa
     `perf_counter`, so that loading counts the imports.
     """
     figures: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        model = choose_model(args.model, args.size, device, Path(scratch), args.quantization)
+    with model_of(args, device) as model:
         needed = [(engine_options(model, load, args), name, load) for name, load in loads]
         before = perf_counter()
         rates = measure_rates(device, model.config, args.tensor_parallel_size)
@@ -83,14 +120,9 @@ def time_run(
     Raises RuntimeError if a sample got another number of tokens than its request asked for.
     """
     workload = draw_workload(seed, load, model.config.vocab_size)
-    options = args.data_parallel_size, args.kv_cache_dtype, load.max_num_seqs
-    floor = compute_replica_floor(model.config, workload, rates, *options)
-    engine.reset()
-    before = engine.metrics()
-    started = perf_counter()
-    counts = engine.generate(workload)
-    seconds = perf_counter() - started
-    metrics = {metric: after - before[metric] for metric, after in engine.metrics().items()}
+    options = load.max_num_seqs, args.kv_cache_dtype, args.data_parallel_size
+    floor = compute_floor(model.config, workload, rates, *options)
+    seconds, counts, metrics = time_workload(engine, workload)
     if counts != workload.output_lens:
         raise RuntimeError(f"{sum(counts)} tokens came out where {workload.num_output_tokens} were asked for")
     print_run(name, workload, floor, seconds, metrics, args.data_parallel_size)
@@ -106,6 +138,16 @@ def time_run(
         "floor_seconds": floor.seconds,
         "share_of_floor": floor.seconds / seconds,
     }
+
+
+def time_workload(engine: Engine, workload: Workload) -> tuple[float, Any, dict[str, float]]:
+    """Return the seconds that all requests take, what comes out of them, and by how much the engine's metrics grow."""
+    engine.reset()
+    before = engine.metrics()
+    started = perf_counter()
+    outputs = engine.generate(workload)
+    seconds = perf_counter() - started
+    return seconds, outputs, {name: after - before[name] for name, after in engine.metrics().items()}
 
 
 def print_run(
@@ -140,31 +182,104 @@ def print_run(
     )
 
 
-def describe_requests(num_requests: int, num_samples: int) -> str:
-    return f"{num_requests} requests" + (f" of {num_samples} samples" if num_samples > 1 else "")
+def run_text(args: argparse.Namespace) -> dict[str, Any]:
+    """Time text in and text out, as evaluations and synthetic data have it, and what constraints cost.
+
+    Jobs that are compared take turns, so that both find the machine in the same state. Raises ConfigError where nothing
+    makes tokens of text.
+    """
+    device = find_device()
+    figures: list[dict[str, Any]] = []
+    with model_of(args, device) as model:
+        if model.random_weights and not args.tokenizer:
+            raise ConfigError(f"{model} has no tokenizer; name a folder with one by --tokenizer, or a --model")
+        check_engine(args, [])
+        options = engine_options(model, TEXT_JOBS[device][0]["plain"], args)
+        options |= {"tokenizer": args.tokenizer} if args.tokenizer else {}
+        with closing(load_engine(model, options, args)) as engine:
+            for jobs in TEXT_JOBS[device]:
+                speeds: dict[str, list[float]] = {name: [] for name in jobs}
+                for seed in range(args.seed, args.seed + args.runs + 1):  # the first turn compiles, and is not counted
+                    for name, load in jobs.items():
+                        workload = draw_workload(seed, load, model.config.vocab_size)
+                        seconds, counts, _ = time_workload(engine, workload)
+                        speeds[name].append(sum(counts) / seconds)
+                plain = statistics.median(speeds["plain"][1:])
+                figures += [print_job(name, load, speeds[name][1:], plain) for name, load in jobs.items()]
+    return {"model": model.name, **describe_machine(device), "jobs": figures}
 
 
-def describe_machine(device: str) -> dict[str, Any]:
-    """Return the date, commit, hardware and versions of a figure. The hardware: the host, and on "cuda" its GPUs."""
-    hardware: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cpu_cores": os.cpu_count()}
-    if device == "cuda":
-        import torch
-
-        gpu = torch.cuda.get_device_properties(0)
-        hardware |= {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / GIB, 1), "cuda": torch.version.cuda}
-        hardware["gpus_seen"] = torch.cuda.device_count()
-    versions = {"python": platform.python_version(), "nanoinfer": nanoinfer_version}
-    for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm", "sentence-transformers"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {"date": date.today().isoformat(), "commit": find_commit(), "hardware": hardware, "versions": versions}
+def print_job(name: str, load: Load, runs: list[float], plain: float) -> dict[str, Any]:
+    """Print and return tokens a second of a job of text, and how they compare with the plain one's."""
+    median, max_tokens = statistics.median(runs), load.output_len[1]
+    change = "" if name == "plain" else f", {median / plain - 1:+.1%}"
+    listed = " / ".join(f"{run:,.0f}" for run in runs)
+    print(
+        f"{load.num_seqs} prompts, {max_tokens} tokens out, {name}: {median:,.0f} output tokens/s{change} ({listed})",
+        flush=True,
+    )
+    return {"name": name, "num_prompts": load.num_seqs, "max_tokens": max_tokens, "runs": runs}
 
 
-def find_commit(root: Path = Path(__file__).parents[2]) -> str | None:
-    """Return the commit of the clone that the package runs from ("-dirty" if files differ), or None outside a clone."""
-    if not (root / ".git").exists():  # or git would name a repository around the installed package
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-    with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return None
+def run_embed(args: argparse.Namespace) -> dict[str, Any]:
+    """Time texts in, vectors out, with sentence-transformers beside it where that is installed.
+
+    Both read the same folder: random weights that transformers writes, and a tokenizer whose every word is one token.
+    So tokenization counts, and lengths are known.
+    """
+    device = find_device()
+    name = args.embedding_model or ("qwen3-0.6B" if device == "cuda" else "tiny")
+    figures: dict[str, Any] = {"model": name, **describe_machine(device)}
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_embedder(folder, name, args.seed)
+        config = ModelConfig.from_folder(folder, SUPPORTED)
+        rates = measure_rates(device, config)
+        for load_name in args.texts or EMBEDDED_TEXTS[device]:
+            workload = draw_workload(args.seed, EMBEDDED_TEXTS[device][load_name], NUM_WORDS)
+            floor = embedding_flops(config, [*map(len, workload.prompts)]) / rates.matrix_rate
+            figures[load_name] = time_embeddings(folder, workload, floor, device, args)
+    return figures
+
+
+def time_embeddings(
+    folder: Path, workload: Workload, floor: float, device: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Time both engines on the same texts; sentence-transformers gets the best of its batch sizes and attentions.
+
+    floor: the least seconds.
+    """
+    texts = as_texts(workload)
+
+    def report(name: str, seconds: float) -> dict[str, Any]:
+        texts_per_second, tokens_per_second = len(workload.prompts) / seconds, workload.num_input_tokens / seconds
+        speed = f"{texts_per_second:,.0f} texts and {tokens_per_second:,.0f} tokens a second"
+        print(f"  {name}: {speed}, {floor / seconds:.0%} of the floor")
+        return {"name": name, "seconds": seconds, "texts_per_second": texts_per_second}
+
+    with LLM(folder, max_num_seqs=args.max_num_seqs) as llm:
+        ours = Engine(lambda its: [output.embedding for output in llm.embed(its.prompts, use_tqdm=False)])
+        _, seconds, embeddings = best_engine([("nanoinfer", ours)], texts)
+    figures: dict[str, Any] = {"floor_seconds": floor, "num_tokens": workload.num_input_tokens}
+    figures["nanoinfer"] = report("nanoinfer", seconds)
+    if find_spec("sentence_transformers") is None:
+        print("sentence-transformers is not installed, and is left out")
+        return figures
+    name, its_seconds, its_embeddings = best_engine(load_sentence_transformers(folder, device), texts)
+    figures["sentence-transformers"] = report(name, its_seconds)
+    figures["speedup"] = its_seconds / seconds
+    cosine = min(float(a @ b) for a, b in zip(embeddings, its_embeddings, strict=True))
+    figures["lowest_cosine"] = cosine
+    print(f"  {figures['speedup']:.2f} times as fast; the least alike of both engines' embeddings: cosine {cosine:.5f}")
+    return figures
+
+
+def best_engine(engines: Iterable[tuple[str, Engine]], texts: Workload) -> tuple[str, float, Any]:
+    """Return the name of the fastest engine, the median seconds of its runs (the first warms up), and its outputs."""
+    timed = []
+    for name, engine in engines:
+        runs = [time_workload(engine, texts)[:2] for _ in range(1 + NUM_EMBEDDINGS)]
+        timed.append((name, statistics.median(seconds for seconds, _ in runs[1:]), runs[-1][1]))
+    if not timed:
+        raise ConfigError("sentence-transformers has no attention that runs here; uninstall it, or mend it")
+    return min(timed, key=lambda one: one[1])

@@ -6,6 +6,7 @@ That call lies in a span, so each kernel can be assigned to its step, even if a 
 The profiler itself takes time, on the host for each call and on the GPU for each kernel, so steps are longer here.
 """
 
+import argparse
 import json
 import re
 import statistics
@@ -13,14 +14,17 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from nanoinfer import SamplingParams
-from nanoinfer.bench.workloads import Workload
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.bench.engines import engine_options, make_params
+from nanoinfer.bench.report import describe_machine, find_device
+from nanoinfer.bench.workloads import Workload, draw_workload, loads_of, model_of
 from nanoinfer.control.run_trace import RunTrace
-
-if TYPE_CHECKING:
-    from nanoinfer import LLM
+from nanoinfer.errors import ConfigError
 
 HOST_SPAN = re.compile(r"step (\d+)")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")  # categories of trace events
@@ -73,7 +77,20 @@ class KernelTime(NamedTuple):
     share: float
 
 
-def trace(llm: "LLM", workload: Workload, params: list[SamplingParams], folder: Path) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Trace the load that is asked for, and return the figures."""
+    if args.data_parallel_size > 1:
+        raise ConfigError("a trace shows the GPU of one engine; leave --data-parallel-size out")
+    device = find_device()
+    [*_, (_, load)] = loads_of(args, device)
+    with model_of(args, device) as model:
+        workload = draw_workload(args.seed, load, model.config.vocab_size)
+        params = make_params(SamplingParams, workload, n=workload.num_samples, top_k=args.top_k, top_p=args.top_p)
+        with LLM(model.folder, **model.options, **engine_options(model, load, args)) as llm:
+            return {"trace": trace(llm, workload, params, args.folder), **describe_machine(device)}
+
+
+def trace(llm: LLM, workload: Workload, params: list[SamplingParams], folder: Path) -> dict[str, Any]:
     """Run the workload, then again with its middle traced to `folder`; print and draw it, and return the figures."""
     folder.mkdir(parents=True, exist_ok=True)
     page, path, picture = folder / "run.html", folder / "trace.json", folder / "steps.png"
@@ -97,16 +114,14 @@ def trace(llm: "LLM", workload: Workload, params: list[SamplingParams], folder: 
     return figures
 
 
-def add_requests(llm: "LLM", workload: Workload, params: list[SamplingParams]) -> list[int]:
+def add_requests(llm: LLM, workload: Workload, params: list[SamplingParams]) -> list[int]:
     """Queue the workload without cached prefixes; return the ids of its requests."""
     llm.reset_prefix_cache()
     return [llm.add_request(prompt, its) for prompt, its in zip(workload.prompts, params, strict=True)]
 
 
-def run_steps(llm: "LLM", numbers: Iterable[int]) -> int:
+def run_steps(llm: LLM, numbers: Iterable[int]) -> int:
     """Run a step for each of these numbers while there is work, each in its own span; return how many were run."""
-    from torch.profiler import record_function
-
     num_steps = 0
     for number in numbers:
         if llm.is_finished():
@@ -123,11 +138,8 @@ def choose_window(num_steps: int) -> range:
     return range(start, min(start + NUM_SETTLING_STEPS + NUM_TRACED_STEPS, num_steps))
 
 
-def trace_steps(llm: "LLM", workload: Workload, params: list[SamplingParams], window: range, path: Path) -> None:
+def trace_steps(llm: LLM, workload: Workload, params: list[SamplingParams], window: range, path: Path) -> None:
     """Run the workload up to the end of `window`, and write a Chrome trace of the steps in it."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     with_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     request_ids = add_requests(llm, workload, params)
     run_steps(llm, range(window.start))

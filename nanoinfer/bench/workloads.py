@@ -1,10 +1,15 @@
-"""What a benchmark runs: a model, and requests of chosen sizes made of random tokens."""
+"""What a benchmark runs: a model, and requests of chosen sizes made of random tokens or words."""
 
+import argparse
 import json
 import random
 import shutil
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoinfer import tiny_model_path
@@ -12,27 +17,41 @@ from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Says what the requests of a run have in common.
+
+    shared_prefix: how many tokens all prompts begin with.
+    num_samples: how many samples of each prompt are drawn; those of a prompt are equally long.
+    prompt_logprobs, detokenize: as in SamplingParams.
+    constraint: that of the first `num_constrained` requests, as StructuredOutputsParams takes it.
+    """
+
+    shared_prefix: int = 0
+    num_samples: int = 1
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    constraint: dict[str, Any] | None = None
+    num_constrained: int = 0
+
+
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(RequestOptions):
     """Says how many requests a run has, and how many tokens; lengths are uniform from the least to the most.
 
+    input_len: without the shared prefix; in words, if `is_text`.
     max_num_seqs: the most sequences that run at once. nano-vllm's is 512; every engine that takes this option is given
         it. A request has as many sequences as samples.
-    shared_prefix: how many tokens all prompts of a run have in common, before those that `input_len` counts.
-    num_samples: how many samples of each prompt are drawn; those of a prompt are equally long.
     num_answers: how many answers to each prompt are scored, in place of completions; `output_len` is theirs.
-    prompt_logprobs, detokenize: as in SamplingParams.
+    is_text: whether prompts are texts, and not token ids.
     """
 
     num_seqs: int
     input_len: tuple[int, int]
     output_len: tuple[int, int]
     max_num_seqs: int = 512
-    shared_prefix: int = 0
-    num_samples: int = 1
     num_answers: int = 0
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
+    is_text: bool = False
 
     @property
     def longest(self) -> int:
@@ -76,6 +95,50 @@ LOADS: dict[str, dict[str, list[Load]]] = {
 }
 
 
+def _text_jobs(
+    num_seqs: int,
+    num_words: tuple[int, int],
+    num_tokens: int,
+    name: str,
+    constraint: dict[str, Any],
+    num_constrained: int,
+) -> dict[str, Load]:
+    plain = Load(num_seqs, num_words, (num_tokens, num_tokens), is_text=True)
+    return {"plain": plain, name: replace(plain, constraint=constraint, num_constrained=num_constrained)}
+
+
+REGEX = {"regex": "[a-zA-Z0-9 ,.]*"}
+FIELDS: list[dict[str, Any]] = [{"type": "integer"}, {"type": "string", "maxLength": 12}, {"enum": ["low", "high"]}]
+PROPERTIES = {f"field_{index}": FIELDS[index % 3] for index in range(30)}
+JSON = {"json": {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False}}
+# Jobs of text by device; those of a group are compared.
+TEXT_JOBS = {
+    "cuda": [
+        _text_jobs(1024, (100, 400), 256, "regular expression on all", REGEX, 1024),
+        _text_jobs(256, (100, 400), 256, "regular expression on one", REGEX, 1),
+        _text_jobs(256, (100, 400), 400, "JSON of 30 fields on all", JSON, 256),
+    ],
+    "cpu": [
+        _text_jobs(16, (10, 40), 32, "regular expression on all", REGEX, 16),
+        _text_jobs(16, (10, 40), 32, "JSON of 30 fields on all", JSON, 16),
+    ],
+}
+# Texts to embed, by device and name; nothing comes out of them.
+EMBEDDED_TEXTS = {
+    "cuda": {"short": Load(8192, (20, 60), (0, 0)), "long": Load(2048, (512, 2048), (0, 0))},
+    "cpu": {"short": Load(64, (20, 60), (0, 0)), "long": Load(4, (100, 200), (0, 0))},
+}
+
+
+def loads_of(args: argparse.Namespace, device: str) -> list[tuple[str, Load]]:
+    """Return the loads that a command is asked for, with their names."""
+    if "names" in args:
+        return [(name, load) for name in args.names or LOADS[device] for load in choose_loads(name, device)]
+    sizes = ("num_seqs", "input_len", "output_len", "shared_prefix", "num_samples", "max_num_seqs")
+    loads = choose_loads(args.load, device, **{size: getattr(args, size) for size in sizes})
+    return [(args.load, load) for load in loads]
+
+
 def choose_loads(load_name: str, device: str, **sizes: int | None) -> list[Load]:
     """Return the loads of this name; `sizes` that are given replace the fields of Load that they are named after.
 
@@ -90,19 +153,15 @@ def choose_loads(load_name: str, device: str, **sizes: int | None) -> list[Load]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Holds the requests of one run: the token ids of each prompt, and how many tokens each sample of it has.
+class Workload(RequestOptions):
+    """Holds the requests of one run: their prompts, token ids or texts, and how many tokens each sample has.
 
     answers: of each prompt those that are scored; a prompt that has any is not completed.
     """
 
     seed: int
-    prompts: list[list[int]]
+    prompts: list[Any]
     max_tokens: list[int]
-    shared_prefix: int = 0  # how many tokens all prompts begin with
-    num_samples: int = 1  # of each prompt
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
     answers: list[list[list[int]]] = field(default_factory=list)
 
     @property
@@ -130,158 +189,98 @@ def draw_workload(seed: int, load: Load, vocab_size: int) -> Workload:
 
     The shared prefix is drawn last, so that the rest is the same without it. Ids stay inside the vocabulary.
     """
-    randint = random.Random(seed).randint
-    max_id = min(10000, vocab_size - 1)
-    prompts = [[randint(0, max_id) for _ in range(randint(*load.input_len))] for _ in range(load.num_seqs)]
-    max_tokens = [randint(*load.output_len) for _ in range(load.num_seqs)]
-    prefix = [randint(0, max_id) for _ in range(load.shared_prefix)]
-    prompts = [prefix + prompt for prompt in prompts]
+    rng, max_id = random.Random(seed), min(10000, vocab_size - 1)
+
+    def draw_ids(count: int) -> list[int]:
+        return [rng.randint(0, max_id) for _ in range(count)]
+
+    prompts: list[Any] = [
+        " ".join(rng.choices(words_of_python(), k=rng.randint(*load.input_len)))
+        if load.is_text
+        else draw_ids(rng.randint(*load.input_len))
+        for _ in range(load.num_seqs)
+    ]
+    max_tokens = [rng.randint(*load.output_len) for _ in range(load.num_seqs)]
+    if load.shared_prefix:
+        prefix = draw_ids(load.shared_prefix)
+        prompts = [prefix + prompt for prompt in prompts]
+    options = {option.name: getattr(load, option.name) for option in fields(RequestOptions)}
     if not load.num_answers:
-        options = load.num_samples, load.prompt_logprobs, load.detokenize
-        return Workload(seed, prompts, max_tokens, load.shared_prefix, *options)
-    answers = [[[randint(0, max_id) for _ in range(n)] for _ in range(load.num_answers)] for n in max_tokens]
-    return Workload(seed, prompts, [1] * load.num_seqs, load.shared_prefix, answers=answers)
+        return Workload(seed, prompts, max_tokens, **options)
+    answers = [[draw_ids(count) for _ in range(load.num_answers)] for count in max_tokens]
+    return Workload(seed, prompts, [1] * load.num_seqs, answers, **options)
 
 
-def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, is_tied: bool) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": is_tied,
-    }
+@cache
+def words_of_python() -> list[str]:
+    """Return the words of Python's documentation. Texts of them in random order do not begin alike."""
+    from pydoc_data.topics import topics
+
+    return " ".join(topics[name] for name in sorted(topics)).split()
 
 
+# What a config.json says of every size, in the order of `_config`.
+COMMON_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings"),
+)
+
+
+def _config(architecture: str, *sizes: int | None, **others: Any) -> dict[str, Any]:
+    """Return a config.json. sizes: of COMMON_FIELDS; None: it does not say. others: fields that it has, too."""
+    given = {name: size for name, size in zip(COMMON_FIELDS, sizes, strict=True) if size is not None}
+    return {"architectures": [architecture], **given, **others}
+
+
+QWEN3: dict[str, Any] = {"model_type": "qwen3", "head_dim": 128, "rope_theta": 1000000.0, "tie_word_embeddings": False}
+TIED = QWEN3 | {"tie_word_embeddings": True}
+MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+GEMMA3 = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+GPT_OSS: dict[str, Any] = {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}
 # What the config.json of a size says; those without another name are Qwen3's.
 SIZES = {
-    "0.6B": _qwen3(1024, 3072, 28, 16, True),
-    "1.7B": _qwen3(2048, 6144, 28, 16, True),
-    "4B": _qwen3(2560, 9728, 36, 32, True),
-    "8B": _qwen3(4096, 12288, 36, 32, False),
-    "14B": _qwen3(5120, 17408, 40, 40, False),
-    "32B": _qwen3(5120, 25600, 64, 64, False),
-    "30B-A3B": {
-        **_qwen3(2048, 6144, 48, 32, False),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "llama-8B": {  # Llama 3.1
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-    "qwen3.5-9B": {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3.5-27B": {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "vocab_size": 248320,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 48,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3.5-35B-A3B": {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "vocab_size": 248320,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3-next-80B-A3B": {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-    },
-    "gemma3-12B": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "vocab_size": 262208,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 1024,
-        "max_position_embeddings": 131072,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "gpt-oss-20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "num_local_experts": 32,
-        "quantization_config": {"quant_method": "mxfp4"},
-    },
-    "glm-4.5-air": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "vocab_size": 151552,
-        "hidden_size": 4096,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "attention_bias": True,
-        "rope_theta": 1000000.0,
-    },
-    "qwen2-7B": {  # Qwen2.5
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-    },
+    "0.6B": _config("Qwen3ForCausalLM", 151936, 1024, 3072, 28, 16, 8, 40960, **TIED),
+    "1.7B": _config("Qwen3ForCausalLM", 151936, 2048, 6144, 28, 16, 8, 40960, **TIED),
+    "4B": _config("Qwen3ForCausalLM", 151936, 2560, 9728, 36, 32, 8, 40960, **TIED),
+    "8B": _config("Qwen3ForCausalLM", 151936, 4096, 12288, 36, 32, 8, 40960, **QWEN3),
+    "14B": _config("Qwen3ForCausalLM", 151936, 5120, 17408, 40, 40, 8, 40960, **QWEN3),
+    "32B": _config("Qwen3ForCausalLM", 151936, 5120, 25600, 64, 64, 8, 40960, **QWEN3),
+    "30B-A3B": _config("Qwen3MoeForCausalLM", 151936, 2048, 6144, 48, 32, 4, 40960, **MOE),
+    "llama-8B": _config(  # Llama 3.1
+        *("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 131072),
+        model_type="llama",
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+    ),
+    "qwen3.5-9B": _config("Qwen3_5ForCausalLM", 248320, 4096, 12288, 32, 16, 4, 32768),
+    "qwen3.5-27B": _config("Qwen3_5ForCausalLM", 248320, 5120, 17408, 64, 24, 4, 32768, linear_num_value_heads=48),
+    "qwen3.5-35B-A3B": _config("Qwen3_5MoeForCausalLM", 248320, 2048, None, 40, 16, 2, 32768),
+    "qwen3-next-80B-A3B": _config("Qwen3NextForCausalLM", 151936, 2048, 5120, 48, 16, 2, 32768),
+    "gemma3-12B": _config("Gemma3ForCausalLM", 262208, 3840, 15360, 48, 16, 8, 131072, **GEMMA3),
+    "gpt-oss-20b": _config("GptOssForCausalLM", 201088, 2880, 2880, 24, 64, 8, None, **GPT_OSS),
+    "glm-4.5-air": _config(
+        *("Glm4MoeForCausalLM", 151552, 4096, 10944, 46, 96, 8, None),
+        head_dim=128,
+        attention_bias=True,
+        rope_theta=1000000.0,
+    ),
+    "qwen2-7B": _config(  # Qwen2.5
+        *("Qwen2ForCausalLM", 152064, 3584, 18944, 28, 28, 4, 32768), model_type="qwen2", rope_theta=1000000.0
+    ),
 }
 
 
@@ -303,14 +302,9 @@ class Model:
         return f"{self.name} ({'random' if self.random_weights else 'its own'} weights{rounded})"
 
     @property
-    def load_format(self) -> str:
-        """Return the option of nanoinfer and vLLM that says where weights come from."""
-        return "dummy" if self.random_weights else "auto"
-
-    @property
     def options(self) -> dict[str, Any]:
         """Return all options of nanoinfer and vLLM that belong to the model."""
-        return {"load_format": self.load_format, "quantization": self.quantization}
+        return {"load_format": "dummy" if self.random_weights else "auto", "quantization": self.quantization}
 
 
 def choose_model(
@@ -334,6 +328,13 @@ def choose_model(
     return Model(model or "tiny-qwen3", folder, config, False, quantization)
 
 
+@contextmanager
+def model_of(args: argparse.Namespace, device: str) -> Iterator[Model]:
+    """Choose the model that a command is asked for; its files are there while the block runs."""
+    with TemporaryDirectory() as scratch:
+        yield choose_model(args.model, args.size, device, Path(scratch), args.quantization)
+
+
 def write_config(size: str, folder: Path) -> None:
     """Write the config.json of a size, with the tokenizer of the tiny checkpoint beside it.
 
@@ -343,3 +344,62 @@ def write_config(size: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model_path() / name, folder / name)
+
+
+# The class of each model that embeds, and what its config says. bert-base has more positions than its 512, for long
+# texts.
+EMBEDDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-0.6B": ("Qwen3Model", SIZES["0.6B"] | {"architectures": ["Qwen3Model"]}),
+    "bert-base": ("BertModel", {"vocab_size": 30522, "max_position_embeddings": 2048}),
+    "modernbert-large": (
+        "ModernBertModel",
+        {"hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 28, "num_attention_heads": 16},
+    ),
+    "tiny": (
+        "BertModel",
+        {"vocab_size": 8192, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        | {"num_attention_heads": 2, "max_position_embeddings": 256},
+    ),
+}
+SPECIAL_TOKENS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]"]
+NUM_WORDS = 8188  # of the tokenizer; the models' own tables are larger, which costs no engine anything
+
+
+def write_embedder(folder: Path, name: str, seed: int) -> None:
+    """Write a model of random weights, a tokenizer, and the files of sentence-transformers for it.
+
+    The words "w0", "w1" and so on are a token each, and the tokenizer adds one at the end of a text.
+    """
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    architecture, options = EMBEDDERS[name]
+    model_class = getattr(transformers, architecture)
+    torch.manual_seed(seed)
+    config = model_class.config_class(**options)
+    model_class(config).to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(folder)
+    words = [*SPECIAL_TOKENS, *(f"w{index}" for index in range(NUM_WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", sep_token="[SEP]")
+    fast.save_pretrained(folder)
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    listed = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed), encoding="utf-8")
+    (folder / "1_Pooling").mkdir()
+    pooling = {
+        "word_embedding_dimension": config.hidden_size,
+        "pooling_mode_lasttoken": architecture == "Qwen3Model",
+        "pooling_mode_mean_tokens": architecture != "Qwen3Model",
+    }
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling), encoding="utf-8")
+
+
+def as_texts(workload: Workload) -> Workload:
+    """Return a workload with texts for prompts, of as many tokens by the tokenizer of `write_embedder`."""
+    return replace(workload, prompts=[" ".join(f"w{word}" for word in ids[1:]) for ids in workload.prompts])

@@ -42,6 +42,7 @@ class Int4Config(QuantizationConfig):
     all modules in 4 bits end; empty: any.
     """
 
+    weight_bits = 4.25
     checkpoint_format: Literal["awq", "gptq", "gptq_v2", "compressed-tensors"] | None = None
     group_size: int | None = None
     has_zeros: bool = False
@@ -71,6 +72,8 @@ class Int4Config(QuantizationConfig):
 @dataclass(frozen=True, slots=True)
 class Mxfp4Config(QuantizationConfig):
     """Describes experts in MXFP4, as gpt-oss has them; all else has 16 bits."""
+
+    weight_bits = 4.25
 
     def covers(self, module: str) -> bool:
         return ".experts." in module

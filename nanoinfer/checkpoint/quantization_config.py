@@ -43,6 +43,7 @@ class Fp8Config(QuantizationConfig):
     scale_name, input_scale_name: what the checkpoint calls the scales of a `weight`, and the one of its inputs.
     """
 
+    weight_bits = 8
     weight_granularity: Literal["channel", "block", "tensor"] = "channel"
     static_inputs: bool = False
     scale_name: str = "weight_scale"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import Any, ClassVar
 
 from nanoinfer.errors import ModelError
 
@@ -26,12 +26,14 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
 class QuantizationConfig:
     """Says which weights of a model have fewer bits.
 
+    weight_bits: bits of a weight, with its share of a scale where few weights have one.
     in_checkpoint: whether the checkpoint holds the weights so. If not, they are rounded when they are loaded.
     ignored: the checkpoint's modules that stay in 16 bits, as `_patterns` reads them.
     packed: our names of modules -> for each weight that they pack, its names in checkpoints.
     renamed: our names of modules -> others in checkpoints.
     """
 
+    weight_bits: ClassVar[float]
     in_checkpoint: bool = False
     ignored: tuple[str, ...] = ()
     packed: Mapping[str, tuple[tuple[str, ...], ...]] | None = None

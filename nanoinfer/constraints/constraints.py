@@ -17,8 +17,8 @@ from nanoinfer.engine.stopping import StopTokens
 from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.arguments import Errors, for_each_params
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import Errors, for_each_params
 from nanoinfer.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")

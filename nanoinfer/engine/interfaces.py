@@ -15,8 +15,8 @@ from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.arguments import Errors
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import Errors
 
 
 class Weights(Protocol):

@@ -9,11 +9,19 @@ from typing import Any
 
 from nanoinfer.engine.interfaces import Constraints, Engine
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Params, Priorities, Prompt, as_priorities, one_for_each
+from nanoinfer.text.arguments import (
+    Errors,
+    OnError,
+    Params,
+    Priorities,
+    Prompt,
+    as_priorities,
+    check_on_error,
+    one_for_each,
+)
 from nanoinfer.text.chat import Conversation, Conversations, as_conversations, render_chats
 from nanoinfer.text.portions import PORTION_SIZE, Portions
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
-from nanoinfer.text.refusals import Errors, OnError, check_on_error
 
 
 class Preparer:

@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
@@ -52,6 +52,7 @@ NOT_FOLLOWED: dict[str, Any] = {
 }
 
 TokenIds = list[int]
+Result = TypeVar("Result")
 Pair = tuple[Any, TokenIds, TokenIds]  # what a result is cached by, then token ids of a context and of what follows it
 
 
@@ -174,9 +175,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
             counts.append(len(pairs))
         totals = [total for total, _ in self._loglikelihood_tokens(pairs, disable_tqdm)]
         results = [sum(totals[start:end]) for start, end in zip([0, *counts], counts, strict=False)]
-        for request, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
-        return results
+        return self._cached("loglikelihood_rolling", [request.args for request in requests], results)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding would write it."""
@@ -184,9 +183,13 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         contexts, continuations = [context for context, _ in pairs], [continuation for _, continuation in pairs]
         scores = self.llm.score(contexts, continuations, use_tqdm=not disable_tqdm) if pairs else []
         results = [(score.total, score.is_greedy) for score in scores]
-        for (key, _, _), result in zip(requests, results, strict=True):
+        return self._cached("loglikelihood", [key for key, _, _ in requests], results)
+
+    def _cached(self, kind: str, keys: list[Any], results: list[Result]) -> list[Result]:
+        """Return results, which the harness caches by their keys; None: not by itself."""
+        for key, result in zip(keys, results, strict=True):
             if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, result)
+                self.cache_hook.add_partial(kind, key, result)
         return results
 
     def _fit(self, context: TokenIds, continuation: TokenIds) -> tuple[TokenIds, TokenIds]:
@@ -222,9 +225,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
             postprocess_generated_text(postprocess_generated_text(output.text, None, self._think_end_token), stop, None)
             for output, stop in zip(outputs, stops, strict=True)
         ]
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
-        return texts
+        return self._cached("generate_until", [request.args for request in requests], texts)
 
     def _truncate(self, prompt: TokenIds, max_tokens: int) -> tuple[TokenIds, int]:
         """Shorten a prompt so that `max_tokens` fit behind it. Raises RequestError where they leave it no room."""

@@ -27,9 +27,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
 from nanoinfer.outputs import Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from nanoinfer.sampling_params import is_whole_number
-from nanoinfer.text.arguments import as_prompt
+from nanoinfer.text.arguments import as_list, as_prompt
 from nanoinfer.text.chat import render_chat
-from nanoinfer.text.columns import as_list
 from nanoinfer.vllm_names import LLM_NAMES
 
 try:

@@ -21,7 +21,7 @@ class Gemma3Embedding(VocabParallelEmbedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__(vocab_size, hidden_size, tp)
-        self.scale = torch.tensor(hidden_size**0.5, dtype=self.weight.dtype).item()
+        self.scale = torch.tensor(hidden_size**0.5, dtype=self.weight.dtype, device="cpu").item()
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return super().forward(token_ids) * self.scale

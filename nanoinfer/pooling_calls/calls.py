@@ -36,10 +36,17 @@ from nanoinfer.pooling_outputs import (
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Prompt, Prompts, as_list_of_prompts, one_of_kind_for_each
+from nanoinfer.text.arguments import (
+    Errors,
+    OnError,
+    Prompt,
+    Prompts,
+    as_list_of_prompts,
+    check_on_error,
+    one_of_kind_for_each,
+)
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts
-from nanoinfer.text.refusals import Errors, OnError, check_on_error
 
 logger = logging.getLogger("nanoinfer")
 

@@ -31,6 +31,12 @@ METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] =
 }
 
 
+def has_fewer_bits(config: QuantizationConfig, name: str, module: Any) -> bool:
+    """Return whether the weight of a decoder's module has fewer bits. name: such as "model.layers.0.mlp.down_proj"."""
+    is_linear = hasattr(module, "quant_method")
+    return is_linear and (config.in_checkpoint or module.rounds_at_load) and config.covers(name)
+
+
 def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | None) -> Iterator[nn.Module]:
     """Yield a decoder's layers, with the weights in fewer bits that the config says.
 
@@ -39,9 +45,7 @@ def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | 
     has_logged = False
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            if config is None or not hasattr(module, "quant_method"):
-                continue
-            if not (config.in_checkpoint or module.rounds_at_load) or not config.covers(f"model.layers.{index}.{name}"):
+            if config is None or not has_fewer_bits(config, f"model.layers.{index}.{name}", module):
                 continue
             device = module.weight.device
             module.quant_method = METHODS[type(config)](config, module)

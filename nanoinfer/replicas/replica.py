@@ -47,7 +47,7 @@ from nanoinfer.replicas.replica_messages import (
     pack_outputs,
     unpack_requests,
 )
-from nanoinfer.text.refusals import Errors
+from nanoinfer.text.arguments import Errors
 
 logger = logging.getLogger("nanoinfer")
 

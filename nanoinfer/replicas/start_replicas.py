@@ -27,8 +27,8 @@ from nanoinfer.replicas.replica_messages import Logged, Ready, Reply
 from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine, end_replicas, explain_end
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.arguments import Errors, for_each_params
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import Errors, for_each_params
 
 logger = logging.getLogger("nanoinfer")
 

@@ -1,13 +1,35 @@
-"""What users give to methods of LLM in more than one shape, as lists: prompts, sampling options, priorities, ids."""
+"""What users give to methods of LLM in more than one shape, as lists: prompts, sampling options, priorities, ids.
 
+Prompts that cannot be served are all named in one error, or come back in their places: see `report`.
+"""
+
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, shown
 from nanoinfer.sampling_params import SamplingParams, is_whole_number
-from nanoinfer.text.columns import Array, Series, as_list, is_column
+
+logger = logging.getLogger("nanoinfer")
+
+MAX_NAMED = 10  # errors in one message
+CONVERSIONS = ("tolist", "to_pylist", "to_list")  # of arrays and columns: NumPy, pandas and PyTorch; Arrow; Polars
+NO_COLUMNS = (str, list, tuple, Mapping, bytes, bytearray, memoryview, type)
+
+
+class Array(Protocol):
+    """Arrays of NumPy, tensors of PyTorch, columns of pandas and Arrow."""
+
+    def tolist(self) -> Any: ...
+
+
+class Series(Protocol):
+    """Columns of Polars and pandas. Without its stubs, `df["a"]` may be a DataFrame to pyright: it has this, too."""
+
+    def to_numpy(self) -> Any: ...
+
 
 Prompt = str | list[int]
 GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as vLLM's users write it, is a mapping
@@ -17,7 +39,27 @@ Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
 Params = SamplingParams | Sequence[SamplingParams] | Array | Series | None  # for all prompts, or one for each
 Priorities = Sequence[int] | Array | Series | None  # one for each prompt
 Options = TypeVar("Options")
+Result = TypeVar("Result")
 OnFinish = Callable[[RequestOutput], object]
+OnError: TypeAlias = Literal["raise", "return"]
+Errors = dict[int, RequestError]  # by the index of the prompt that cannot be served, from 0
+
+
+def as_list(value: Any) -> Any:
+    """Return an array, a column or another sequence as a list; a text, a list, a mapping and all else as they are."""
+    if isinstance(value, NO_COLUMNS):
+        return value
+    for name in CONVERSIONS:
+        if callable(convert := getattr(value, name, None)):
+            return convert()
+    return list(value) if isinstance(value, Sequence) else value  # columns of `datasets`, say
+
+
+def is_column(value: Any) -> bool:
+    """Return whether it is a column of a table, of pandas, Polars, Arrow or `datasets`, and no list, array or range."""
+    if isinstance(value, (*NO_COLUMNS, range)):
+        return False
+    return isinstance(value, Sequence) or any(hasattr(value, name) for name in ("to_list", "to_pylist"))
 
 
 def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
@@ -102,3 +144,53 @@ def check_streamable(sampling_params: list[SamplingParams]) -> None:
             raise RequestError(
                 f"prompt_logprobs={params.prompt_logprobs} cannot be streamed; use generate, or leave it out"
             )
+
+
+def check_on_error(on_error: Any) -> None:
+    """Raise RequestError for an on_error that is not known."""
+    if on_error not in ("raise", "return"):
+        raise RequestError(f"on_error={on_error!r} is not known; use 'raise', or 'return' to get errors as outputs")
+
+
+def report(errors: Mapping[int, RequestError], count: int, on_error: OnError = "raise") -> None:
+    """Raise what is wrong with some of `count` prompts, or log it where it is returned in their places."""
+    if not errors:
+        return
+    found = [errors[index] for index in sorted(errors)]
+    is_one = len({*map(str, found)}) == 1  # one prompt, or what is wrong with the options of all
+    more = [f"and {len(found) - MAX_NAMED} more"] if len(found) > MAX_NAMED else []
+    named = f" {found[0]}" if is_one else "".join(f"\n  {line}" for line in [*found[:MAX_NAMED], *more])
+    if on_error == "return":
+        logger.warning("%d of %d prompts come back with an error:%s", len(found), count, named)
+    elif is_one:
+        raise found[0]
+    else:
+        remedy = "mend them, or let a call with on_error='return' answer the rest"
+        raise RequestError(f"{len(found)} of {count} prompts cannot be served; {remedy}:{named}")
+
+
+def for_each_params(
+    function: Callable[[SamplingParams], Result],
+    params: Mapping[int, SamplingParams],
+    errors: Errors,
+    are_shared: bool | None = None,
+) -> dict[int, Result]:
+    """Call a function once for each different SamplingParams of some prompts, and return its results by prompt.
+
+    If it raises a RequestError, that is added to `errors` for each prompt with these options, and there is no result.
+    are_shared: whether all prompts of the call have the same options, so that errors need not name the prompt; None if
+    `params` has all prompts of the call.
+    """
+    places: dict[int, list[int]] = {}  # of the prompts, by the id of their options
+    for index, one in params.items():
+        places.setdefault(id(one), []).append(index)
+    results: dict[int, Result] = {}
+    is_named = len(places) > 1 if are_shared is None else not are_shared
+    for indices in places.values():
+        try:
+            results |= dict.fromkeys(indices, function(params[indices[0]]))
+        except RequestError as error:
+            for index in indices:
+                wrong = RequestError(str(error), "invalid_sampling_params")
+                errors.setdefault(index, wrong.within(f"prompt {index}") if is_named else wrong)
+    return results

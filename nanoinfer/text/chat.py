@@ -10,8 +10,7 @@ from itertools import product
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.text.columns import Array, Series, as_list
-from nanoinfer.text.refusals import Errors, report
+from nanoinfer.text.arguments import Array, Errors, Series, as_list, report
 from nanoinfer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}

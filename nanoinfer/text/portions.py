@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from nanoinfer.text.arguments import Errors, OnError, report
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import Errors, OnError, report
 
 PORTION_SIZE = 256  # requests: they take about as long to prepare as a step takes
 

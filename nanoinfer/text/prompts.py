@@ -11,8 +11,7 @@ import numpy as np
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.outputs import CompletionOutput, RequestOutput, shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
-from nanoinfer.text.arguments import Prompt
-from nanoinfer.text.refusals import Errors, for_each_params, report
+from nanoinfer.text.arguments import Errors, Prompt, for_each_params, report
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 LIST_HEADER = 5  # bytes that marshal writes before the items of a list

@@ -4,7 +4,8 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,10 @@ class Tokenizer:
         """
         if not texts:
             return []
-        try:
-            with self._encoding:
-                batch = self._token_ids(texts, add_special_tokens)
-                bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
-                adds_bos = add_special_tokens and bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
-        except PASSED_ON:
-            raise
-        except BaseException as error:
-            raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
+        with self._encodes():
+            batch = self._token_ids(texts, add_special_tokens)
+            bos, bos_id = self.hf.bos_token, self.hf.bos_token_id
+            adds_bos = add_special_tokens and bos is not None and self.hf("")["input_ids"][:1] == [bos_id]
         if adds_bos:
             batch = [ids[1:] if text.startswith(bos) else ids for text, ids in zip(texts, batch, strict=True)]
         return [keep_last(ids, max_tokens, num_first=int(adds_bos)) for ids in batch]
@@ -128,19 +124,25 @@ class Tokenizer:
         options: dict[str, Any] = {**IDS_ALONE, **cut}
         if pairs is not None:  # whether the model tells texts apart is what the tokenizer says
             options["return_token_type_ids"] = "token_type_ids" in self.hf.model_input_names
-        try:
-            with self._encoding:
-                if pairs is None and max_tokens is None:
-                    return self._token_ids(texts, add_special_tokens=True), [None] * len(texts)
-                batch = self.hf(texts, pairs, **options)
-        except PASSED_ON:
-            raise
-        except BaseException as error:
-            raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
+        with self._encodes():
+            if pairs is None and max_tokens is None:
+                return self._token_ids(texts, add_special_tokens=True), [None] * len(texts)
+            batch = self.hf(texts, pairs, **options)
         types = batch.get("token_type_ids")
         if pairs is None or types is None:
             return batch["input_ids"], [None] * len(texts)
         return batch["input_ids"], [found.index(1) if 1 in found else None for found in types]
+
+    @contextmanager
+    def _encodes(self) -> Iterator[None]:
+        """Let one thread encode while the block runs. Raises RequestError where the tokenizer fails."""
+        try:
+            with self._encoding:
+                yield
+        except PASSED_ON:
+            raise
+        except BaseException as error:
+            raise RequestError(f"the tokenizer cannot encode a prompt ({error}); shorten it") from error
 
     def _token_ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Encode texts in one batch.

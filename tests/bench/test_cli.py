@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 import bench
 import nanoinfer
 from nanoinfer.__main__ import main
-from nanoinfer.bench import host, text
+from nanoinfer.bench import host
 from nanoinfer.bench.commands import WHICH_LOADS
-from nanoinfer.bench.workloads import LOADS, Load
+from nanoinfer.bench.workloads import LOADS, TEXT_JOBS, Load
 
 SMALL = ["--num-seqs", "3", "--input-len", "8", "--output-len", "5"]
 
@@ -137,8 +138,9 @@ def test_text_sets_constrained_jobs_against_plain_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llguidance")
-    jobs = [text.Job("plain", 2, 5), text.Job("one in digits", 2, 5, 1, {"regex": "[0-9]*"})]
-    monkeypatch.setitem(text.JOBS, "cpu", [jobs])
+    plain = Load(2, (10, 40), (5, 5), is_text=True)
+    digits = replace(plain, constraint={"regex": "[0-9]*"}, num_constrained=1)
+    monkeypatch.setitem(TEXT_JOBS, "cpu", [{"plain": plain, "one in digits": digits}])
     figures = run_json(tmp_path, "text", "--runs", 2)
     assert [(job["name"], len(job["runs"])) for job in figures["jobs"]] == [("plain", 2), ("one in digits", 2)]
     printed = capsys.readouterr().out
@@ -147,7 +149,7 @@ def test_text_sets_constrained_jobs_against_plain_ones(
 
 
 def test_host_times_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    [small, queued] = host.measure(cases=((2, 0), (2, 1000)), num_steps=4)
+    [small, queued] = host.measure_steps(cases=((2, 0), (2, 1000)), num_steps=4)
     assert (queued["num_running"], queued["num_waiting"], queued["num_steps"]) == (2, 1000, 4)
     assert all(0 < small["median"][part] <= small["median"]["total"] for part in ("schedule", "pack", "update"))
     assert "2 running, 1,000 waiting" in capsys.readouterr().out
@@ -162,7 +164,8 @@ def test_the_host_times_a_call_from_its_prompts_to_its_outputs(capsys: pytest.Ca
 
 def test_the_host_is_timed_without_pytorch() -> None:
     source = (
-        "import sys; from nanoinfer.bench import host; host.measure(((2, 0),), 4); assert 'torch' not in sys.modules"
+        "import sys; from nanoinfer.bench import host; "
+        "host.measure_steps(((2, 0),), 4); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, timeout=60)
 
@@ -170,17 +173,17 @@ def test_the_host_is_timed_without_pytorch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["throughput", "--engine", "nanovllm", "--top-k", 20], "--engine nanovllm has no --top-k and --top-p"),
+        (["throughput", "--engine", "nanovllm", "--top-k", 20], "--engine nanovllm has no --top-k; leave it out"),
         (
             ["throughput", "--engine", "nanovllm", "--kv-cache-dtype", "fp8"],
             "nanovllm has no --kv-cache-dtype; leave it",
         ),
-        (["throughput", "--engine", "vllm", "--attention-backend", "torch"], "--attention-backend is an option of"),
-        (["loads", "--engine", "transformers", "--compile"], "--compile is an option of nanoinfer; leave it out for"),
-        (["loads", "--engine", "transformers", "--tensor-parallel-size", 2], "transformers runs on one GPU"),
+        (["throughput", "--engine", "vllm", "--attention-backend", "torch"], "vllm has no --attention-backend; leave"),
+        (["loads", "--engine", "transformers", "--compile"], "transformers has no --compile; leave it out"),
+        (["loads", "--engine", "transformers", "--tensor-parallel-size", 2], "has no --tensor-parallel-size; leave it"),
         (
             ["throughput", "--engine", "vllm", "--data-parallel-size", 2],
-            "--data-parallel-size is an option of",
+            "--engine vllm has no --data-parallel-size; leave it out",
         ),
         (["trace", "folder", "--data-parallel-size", 2], "a trace shows the GPU of one engine"),
         (["throughput", "--input-len", 4000, "--output-len", 97], "add up to 4097, and tiny-qwen3 takes 4096"),
@@ -190,6 +193,8 @@ def test_the_host_is_timed_without_pytorch() -> None:
         (["loads", "--engine", "transformers"], "and the load samples has 4; choose other loads, and leave --n out"),
         (["text", "--size", "0.6B"], "has no tokenizer; name a folder with one by --tokenizer, or a --model"),
         (["kernels", "--gpus", 99], "--gpus 99: PyTorch sees"),
+        (["kernels", "--quantization", "int4"], "kernels are timed on a GPU, and PyTorch sees no CUDA GPU here"),
+        (["kernels", "--quantization", "fp8"], "kernels are timed on a GPU, and PyTorch sees no CUDA GPU here"),
         (["kernels"], "kernels are timed on a GPU, and PyTorch sees no CUDA GPU here; run this where there is one"),
         (["throughput", "--engine", "nanovllm"], "--engine nanovllm cannot be imported here"),
     ],
@@ -296,7 +301,7 @@ def test_starts_are_timed_in_processes_of_their_own(tmp_path: Path, capsys: pyte
 
 def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("start", "--attention-backend", "flash_attn") == 2
-    assert "the engine did not start" in capsys.readouterr().err
+    assert "has ended; its error stands above" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LOADS["cuda"])

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from nanoinfer.__main__ import main
-from nanoinfer.bench import embed
-from nanoinfer.bench.commands import EMBEDDERS
-from nanoinfer.bench.embed import TextLoad, draw_texts, prefill_flops
+from nanoinfer.bench import throughput
+from nanoinfer.bench.floor import embedding_flops
+from nanoinfer.bench.workloads import EMBEDDED_TEXTS, NUM_WORDS, Load, as_texts, draw_workload, write_embedder
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.models import SUPPORTED
 
@@ -20,31 +21,35 @@ def test_a_run_reports_texts_tokens_and_the_floor(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("nanoinfer.bench.floor.GIB", 2**24)
-    monkeypatch.setattr(embed, "find_spec", lambda name: None)
-    monkeypatch.setitem(embed.TEXTS, "cpu", {"short": TextLoad(6, 3, 5)})
+    monkeypatch.setattr(throughput, "find_spec", lambda name: None)
+    load = Load(6, (3, 5), (0, 0))
+    monkeypatch.setitem(EMBEDDED_TEXTS, "cpu", {"short": load})
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "embed", "--json", str(tmp_path / "figures.json")])
     assert exit_info.value.code == 0
     assert "texts and" in capsys.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
-    num_tokens = sum(len(text.split()) + 1 for text in draw_texts(TextLoad(6, 3, 5), 0))
+    num_tokens = draw_workload(0, load, NUM_WORDS).num_input_tokens
     assert figures["model"] == "tiny"
     assert figures["short"]["num_tokens"] == num_tokens
     assert figures["short"]["nanoinfer"]["texts_per_second"] == 6 / figures["short"]["nanoinfer"]["seconds"]
 
 
-def test_texts_have_the_lengths_of_their_load() -> None:
-    lens = {len(text.split()) + 1 for text in draw_texts(TextLoad(100, 3, 5), 0)}
-    assert lens == {3, 4, 5}
-    assert {*EMBEDDERS} == {*embed.MODELS}
+def test_texts_have_the_lengths_of_their_load(tmp_path: Path) -> None:
+    workload = draw_workload(0, Load(100, (3, 5), (0, 0)), NUM_WORDS)
+    write_embedder(tmp_path, "tiny", seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    lens = [len(tokenizer(text)["input_ids"]) for text in as_texts(workload).prompts]
+    assert lens == [*map(len, workload.prompts)]
+    assert {*lens} == {3, 4, 5}
 
 
 def test_the_floor_counts_products_and_the_pairs_that_attend() -> None:
     """A layer of BERT: q, k, v and o of 8 x 8, two products of 8 x 16; and 4 operations for each pair and value."""
     bert = ModelConfig.from_dict({"architectures": ["BertModel"], **TINY}, SUPPORTED)
     products = 3 * 2 * (4 * 8 * 8 + 2 * 8 * 16) * 30
-    assert prefill_flops(bert, [10, 20]) == products + 3 * 4 * 8 * (100 + 400)
+    assert embedding_flops(bert, [10, 20]) == products + 3 * 4 * 8 * (100 + 400)
     windowed = {"architectures": ["ModernBertModel"], **TINY, "local_attention": 4, "global_attn_every_n_layers": 3}
     modern = ModelConfig.from_dict(windowed, SUPPORTED)
     gated = 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16) * 30
-    assert prefill_flops(modern, [10, 20]) == gated + 4 * 8 * (500 + 2 * 5 * 30)
+    assert embedding_flops(modern, [10, 20]) == gated + 4 * 8 * (500 + 2 * 5 * 30)

@@ -29,11 +29,14 @@ def test_vllm_draws_n_samples_of_a_prompt_and_all_are_counted(monkeypatch: pytes
 
         def generate(self, prompts: list[dict[str, list[int]]], params: list[Any], use_tqdm: bool) -> list[Any]:
             return [
-                SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * its.max_tokens)] * its.n)
+                SimpleNamespace(
+                    outputs=[SimpleNamespace(token_ids=[0] * its.max_tokens, finish_reason="length")] * its.n
+                )
                 for _, its in zip(prompts, params, strict=True)
             ]
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(StructuredOutputsParams=dict))
     args = argparse.Namespace(engine="vllm", top_k=0, top_p=1.0)
     engine = load_engine(choose_model(None, None, "cpu", tmp_path), {}, args)
     workload = Workload(seed=0, prompts=[[1], [2, 3]], max_tokens=[5, 4], num_samples=2)

@@ -1,20 +1,25 @@
-"""The tables of attention and experts call the kernels as these ask to be called. No kernel runs, nothing is timed."""
+"""The tables call backends, layers and kernels as these ask to be called. No kernel runs, and nothing is timed."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
+from nanoinfer.__main__ import main
 from nanoinfer.bench import kernels
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, tensors_of_cache
-from nanoinfer.layers.attention.metadata import LayerCache
+from nanoinfer.layers.attention.metadata import KVCache
+from nanoinfer.layers.linear import RowParallelLinear
+from nanoinfer.layers.moe import Experts
+from nanoinfer.ops.common.fp8_format import QuantizedRows
+from nanoinfer.quantization import method_selection
 
 pytest.importorskip("triton")
 
@@ -22,47 +27,34 @@ from nanoinfer.layers.attention import triton as triton_backend
 from nanoinfer.ops.decode_attention import triton as decode_kernels
 
 
-class OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is to be on a GPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {**(kwargs or {})}
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[inspect.BoundArguments]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[inspect.BoundArguments]:
     """Collect the calls that are to be timed, the first of each graph; each counts as a millisecond."""
     found = []
 
     def microseconds(calls: Sequence[partial[Tensor]]) -> float:
         arguments = [inspect.signature(call.func).bind(*call.args, **call.keywords) for call in calls]
-        addresses = [
-            its.args[1].k.data_ptr() if "cache" in its.arguments else its.args[1].data_ptr() for its in arguments
-        ]
-        assert len({*addresses}) == len(calls) > 1, "calls of a graph read the same keys"
+        keys = [its.arguments["cache"].k if "cache" in its.arguments else its.args[1] for its in arguments]
+        assert len({key.data_ptr() for key in keys}) == len(calls) > 1, "calls of a graph read the same keys"
         found.append(arguments[0])
         return 1000.0
 
     plan_decode = create_autospec(decode_kernels.plan_decode, return_value=(torch.empty(0), torch.empty(0), 64))
-    for module in (decode_kernels, triton_backend):
-        monkeypatch.setattr(module, "plan_decode", plan_decode)
+    monkeypatch.setattr(triton_backend, "plan_decode", plan_decode)
     monkeypatch.setattr(kernels, "microseconds", microseconds)
     monkeypatch.setattr(kernels, "randn", lambda *shape: torch.empty(*shape, dtype=torch.float16))
     monkeypatch.setattr(kernels, "random_cache", empty_cache)
+    monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(kernels, "HEADS", (2, 4))
     monkeypatch.setattr(kernels, "KV_HEADS", 1)
     monkeypatch.setattr(kernels, "HEAD_DIM", 64)
-    with OnCpu():
-        yield found
+    return found
 
 
-def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerCache:
+def empty_cache(num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     """As much of one as is looked at: memory that is never touched costs nothing."""
-    tensors = [torch.empty(sizes, dtype=dtype) for sizes, dtype in tensors_of_cache(shape, dtype)]
-    return LayerCache(*tensors)
+    shape = num_layers, num_blocks, kernels.KV_HEADS, kernels.BLOCK_SIZE, head_dim
+    return KVCache(*(torch.empty(sizes, dtype=dtype) for sizes, dtype in tensors_of_cache(shape, dtype)))
 
 
 def rows_of(printed: str) -> list[list[str]]:
@@ -74,7 +66,7 @@ def test_decode_attention_is_timed_for_eight_loads(
 ) -> None:
     kernels.decode_attention()
     assert [call.arguments["q"].shape[0] for call in calls] == [256, 128, 64, 32, 16, 8, 1, 1] * 2 * 3
-    assert [call.arguments["k_scales"] is None for call in calls] == [True] * 16 + [False] * 32
+    assert [call.arguments["cache"].k_scales is None for call in calls] == [True] * 16 + [False] * 32
     rows = rows_of(capsys.readouterr().out)
     assert [len(row) for row in rows] == [9] * 7
     assert [row[0] for row in rows[2:5]] == ["4 query heads, bfloat16", "2 query heads, int8", "4 query heads, int8"]
@@ -135,21 +127,96 @@ def test_prefill_attention_is_timed_beside_flash_attn_where_there_is_one(
         assert paged["cu_query_lens"].tolist() == list(range(0, 16 * 1024 + 1, 1024))
         assert (paged["max_query_len"], paged["max_context_len"], paged["spec"].group_size) == (1024, 1024, 2)
         assert (contiguous["block_tables"], paged["block_tables"].shape) == (None, (16, 4))
-        assert ours["k_cache"].data_ptr() == contiguous["k"].data_ptr() == paged["k"].data_ptr()
+        assert ours["cache"].k.data_ptr() == contiguous["k"].data_ptr() == paged["k"].data_ptr()
 
 
+@pytest.fixture
+def layers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[partial[Any]]:
+    """Compute the first call of each graph by the specifications, and collect it; each counts as a millisecond."""
+    found = []
+
+    def microseconds(calls: Sequence[Callable[[], object]]) -> float:
+        assert len(calls) > 1
+        calls[0]()
+        found.append(calls[0])
+        return 1000.0
+
+    monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
+    monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(kernels, "microseconds", microseconds)
+    monkeypatch.setattr(kernels, "MODELS", {"small": (128, 256, 2, 2)})
+    monkeypatch.setattr(kernels, "MOE_MODELS", {"small": (128, 128, 4, 2)})
+    monkeypatch.setattr(kernels, "MOE_TOKENS", (1, 3))
+    monkeypatch.setattr(kernels, "KV_HEADS", 1)
+    monkeypatch.setattr(kernels, "VOCAB_SIZE", 512)
+    return found  # type: ignore[return-value]
+
+
+TABLES = {"16 bits": kernels.FORMATS[None][0], "int4": kernels.FORMATS["int4"][0]}
+TABLES |= {f"FP8{weights.name}": weights for weights in kernels.FORMATS["fp8"]}
+
+
+@pytest.mark.usefixtures("layers_on_cpu")
+@pytest.mark.parametrize("name", TABLES)
+def test_products_have_a_row_for_each_size(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    columns, cell = {
+        "16 bits": (["qkv", "o (split-K)", "gate, up", "down (split-K)", "lm_head"], "1000.0 (1000.0) / 0.0"),
+        "int4": (["qkv", "o", "gate, up", "down"], "1000.0 / 1000.0 / 0.0"),
+    }.get(name, (["qkv", "o (split-K)", "gate, up", "down (split-K)"], "1000.0 / 0.0"))
+    with torch.inference_mode():
+        kernels.products(TABLES[name]._replace(rows=(1, 3)))
+    header, *rows = rows_of(capsys.readouterr().out)
+    assert header[1:] == ["rows", *columns]
+    assert [row[:2] for row in rows] == [["small", "1"], ["small", "3"]]
+    assert [len(row) for row in rows] == [2 + len(columns)] * 2
+    assert all(row[3] == cell for row in rows)
+
+
+@pytest.mark.parametrize("name", ["16 bits", "FP8 of channels", "FP8 of blocks"])
 def test_experts_are_timed_beside_the_time_that_their_weights_or_their_products_take(
-    calls: list[inspect.BoundArguments], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    layers_on_cpu: list[partial[Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "MOE_MODELS", {"tiny": (1000, 100, 4, 4)})
+    monkeypatch.setattr(kernels, "MOE_MODELS", {"tiny": (1024, 128, 4, 4)})
     monkeypatch.setattr(kernels, "MOE_TOKENS", (1, 100_000))
-    kernels.experts()
-    assert [call.arguments["expert_ids"].shape for call in calls] == [(1, 4), (100_000, 4)]
-    one, many = calls[0].arguments, rows_of(capsys.readouterr().out)[1]
-    assert (one["hidden"].shape, one["gate_up"].shape, one["down"].shape) == ((1, 1000), (4, 200, 1000), (4, 1000, 100))
-    assert one["expert_ids"].dtype == torch.int32
-    # 4 experts x 300,000 weights of 2 bytes at 4.39 TB/s; 100,000 tokens x 4 experts x 600,000 FLOPs at 790 TFLOP/s
-    assert many == ["tiny", "1000.0 / 0.5", "1000.0 / 303.8"]
+    monkeypatch.setattr(Experts, "forward", lambda self, hidden, routing: None)
+    with torch.inference_mode():
+        kernels.experts(TABLES[name])
+    [one, _] = layers_on_cpu
+    x, routing = one.args
+    assert isinstance(x, QuantizedRows) == (name != "16 bits")
+    assert (routing.expert_ids.shape, routing.expert_ids.dtype) == ((1, 4), torch.int32)
+    assert isinstance(one.func, nn.Module)
+    assert one.func.gate_up_proj.weight.shape == (4, 256, 1024)
+    # 4 experts x 393,216 weights of 2 bytes at 4.39 TB/s; 100,000 tokens x 4 experts x 786,432 FLOPs at 790 TFLOP/s
+    floors = ("0.7", "398.2") if name == "16 bits" else ("0.4", "224.7")  # half the bytes, and 1,400 TFLOP/s
+    assert rows_of(capsys.readouterr().out)[1] == ["tiny", *(f"1000.0 / {floor}" for floor in floors)]
+
+
+@pytest.mark.usefixtures("layers_on_cpu")
+def test_experts_run_in_each_format() -> None:
+    with torch.inference_mode():
+        for name in ("16 bits", "FP8 of channels", "FP8 of blocks"):
+            kernels.experts(TABLES[name])
+
+
+@pytest.mark.usefixtures("layers_on_cpu")
+def test_inputs_are_rounded_before_products_are_timed() -> None:
+    weights = TABLES["FP8 of channels"]
+    [layer] = kernels.random_layers(lambda: RowParallelLinear(128, 64, False, TensorParallel()), 1, weights.configs[0])
+    assert isinstance(weights.round_input(torch.randn(2, 128), layer), QuantizedRows)
+
+
+def test_a_gpu_without_fp8_products_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "check_gpus", lambda count: None)
+    monkeypatch.setattr(kernels, "has_fp8_products", lambda device: False)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "kernels", "--quantization", "fp8"])
+    assert "--quantization fp8 times FP8 products, which this machine has not; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 9])

@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # figures o
 def compare(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
     """Run the command on a few short rows, and return its figures."""
     found: dict[str, Any] = {}
-    measure = on_policy.measure
+    run = on_policy.run
     for name, value in (("NUM_PROMPTS", 6), ("MAX_PROMPT", 30), ("MAX_TOKENS", 16), ("BATCH", 4)):
         monkeypatch.setattr(on_policy, name, value)
-    monkeypatch.setattr(on_policy, "measure", lambda *given: found.update(measure(*given)) or found)
+    monkeypatch.setattr(on_policy, "run", lambda args: found.update(run(args)) or found)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "on-policy", *arguments])
     assert ended.value.code == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoinfer.__main__ import main
-from nanoinfer.bench.throughput import describe_machine, find_commit
+from nanoinfer.bench.report import describe_machine, find_commit
 
 LOAD = {"num_seqs": 4, "input_len": [8, 16], "output_len": [5, 5], "shared_prefix": 0, "num_samples": 1}
 H200 = {"cpu": "x86_64", "cpu_cores": 16, "gpu": "NVIDIA H200", "gpu_gib": 139.8, "cuda": "13.0", "gpus_seen": 1}

@@ -12,7 +12,7 @@ import torch.multiprocessing
 from torch import nn
 
 from nanoinfer import ConfigError
-from nanoinfer.integrations.trainer_weights import named_weights
+from nanoinfer.integrations.trl import named_weights
 
 
 def make_model() -> nn.Sequential:

@@ -9,9 +9,9 @@ import pytest
 
 from nanoinfer import LLM, EngineStateError, RequestError, SamplingParams, tiny_model_path
 from nanoinfer.sampling_params import SamplingParams as Params
+from nanoinfer.text.arguments import Errors
 from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.refusals import Errors
 
 PROMPTS = [f"{number} + {number} =" for number in range(11)]
 DRAWN = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)

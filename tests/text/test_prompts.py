@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from nanoinfer import RequestError, SamplingParams, StructuredOutputsParams
+from nanoinfer.text.arguments import Errors, report
 from nanoinfer.text.prompts import PromptProcessor, pack_ids, split_whole
-from nanoinfer.text.refusals import Errors, report
 from nanoinfer.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import save_tokenizer
 
