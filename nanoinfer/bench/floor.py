@@ -241,7 +241,7 @@ def count_weights(config: ModelConfig) -> Weights:
     num_values, num_wide = Counter[str](), Counter[str]()
     for name, module in model.named_modules():
         if hasattr(module, "quant_method") or isinstance(module, Router):
-            *of_experts, num_outputs, num_inputs = module.weight.shape  # type: ignore[union-attr]
+            *of_experts, num_outputs, num_inputs = module.weight.shape
             kind = "expert" if of_experts else "dense"
             num_values[kind] += num_outputs * num_inputs
             if config.quantization is not None and not has_fewer_bits(config.quantization, name, module):

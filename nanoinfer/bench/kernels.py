@@ -294,8 +294,8 @@ def products(of: Format) -> None:
         table: dict[int, list[str]] = {rows: [] for rows in of.rows}
         for column, (inputs, outputs) in zip(columns, [*shapes, (hidden, VOCAB_SIZE)], strict=False):
             is_row = column.startswith(("o", "down"))
-            kind, shape = (RowParallelLinear, outputs) if is_row else (ColumnParallelLinear, {"all": outputs})
-            make: Callable[[], nn.Module] = partial(kind, inputs, shape, False, tp)
+            kind: Any = RowParallelLinear if is_row else ColumnParallelLinear
+            make = partial(kind, inputs, outputs if is_row else {"all": outputs}, False, tp)
             count = 600 * 2**20 // (of.input_bytes * inputs * outputs)  # more than the L2 cache holds
             layers = [random_layers(make, max(2, min(28, count)), config) for config in of.configs]
             for rows, figures in table.items():
