@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE
-from nanoinfer.models.transformers.prefill_graphs import CapturedStep
+from nanoinfer.models.transformers.captured_prefill import CapturedStep
 from tests.gpu.test_architectures_gpu import reference_logprobs
 from tests.kernels.test_store_keys_values import CASES, Write
 from tests.models.tiny_transformers import write_tiny

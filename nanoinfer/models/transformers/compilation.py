@@ -6,6 +6,7 @@ it sees updates in place, and weights whose memory has moved.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -31,17 +32,18 @@ OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}  # the engine captures gr
 
 
 class CompiledLayers:
-    """Switches the layers of a model between transformers' forward pass and a compiled one.
+    """Switches layers between transformers' forward pass and a compiled one.
 
-    whole: whether a layer must be one graph. Otherwise Python runs what cannot be compiled.
+    layers: with their attention calls, as `layers_of` returns them. whole: whether a layer must be one graph. Otherwise
+    Python runs what cannot be compiled.
     """
 
-    def __init__(self, model: nn.Module, calls: Sequence[AttentionCall], whole: bool) -> None:
+    def __init__(self, layers: Sequence[tuple[nn.Module, tuple[AttentionCall, ...]]], whole: bool) -> None:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        compiled: dict[Any, Callable[..., Any]] = {}
-        for layer, its_calls in layers_of(model, calls):
+        compiled: dict[Any, Callable[..., Any]] = {}  # by kind
+        for layer, calls in layers:
             shapes = tuple((name, tuple(param.shape)) for name, param in layer.named_parameters())
-            kind = type(layer), its_calls, shapes
+            kind = type(layer), calls, shapes
             if kind not in compiled:
                 compiled[kind] = torch.compile(_own_forward(), fullgraph=whole, dynamic=True, options=OPTIONS)
             self._forwards.append((layer, MethodType(compiled[kind], layer)))
@@ -72,31 +74,34 @@ def compile_layers(model: SplitModel, calls: Sequence[AttentionCall]) -> Compile
 
     Raises ConfigError where they cannot be compiled, or compute something else then.
     """
-    name = type(model.model).__name__
-    for layer, _ in layers_of(model.model, calls):
-        for module in layer.modules():  # whose norms `fast_norms.py` has replaced: the compiler fuses the class's own
+    name, layers = type(model.model).__name__, layers_of(model.model, calls)
+    for layer, _ in layers:
+        for module in layer.modules():  # norms that `fast_norms.py` has replaced: the compiler fuses the class's own
             vars(module).pop("forward", None)
     expected = [_run_in_order(model, num_tokens) for num_tokens in NUM_TOKENS]
-    reason = "transformers has them in no list of layers"
-    for whole in (True, False):
-        layers = CompiledLayers(model.model, calls, whole)
-        if not layers._forwards:
-            break
-        layers.switch_on()
-        try:
-            found = [_run_in_order(model, num_tokens) for num_tokens in NUM_TOKENS]
-        except Exception as error:  # the compiler fails in many ways
-            layers.switch_off()
-            reason = f"{type(error).__name__}: {shortened(error)}"
-            continue
-        if any(map(_differ, found, expected)):
-            layers.switch_off()
-            reason = "compiled, they give other hidden states"
-            continue
-        if not whole:
-            logger.info("the layers of %s are compiled in parts: %s", name, reason)
-        return layers
+    reason = "" if layers else "it has no list of layers"
+    for whole in (True, False) if layers else ():
+        compiled = CompiledLayers(layers, whole)
+        compiled.switch_on()
+        failure = _why_not_equal(model, expected)
+        if failure is None:
+            if not whole:
+                logger.info("the layers of %s are compiled in parts: %s", name, reason)
+            return compiled
+        compiled.switch_off()
+        reason = failure
     raise ConfigError(f"compile=True cannot compile the layers of {name}: {reason}; leave it out")
+
+
+def _why_not_equal(model: SplitModel, expected: list[Tensor]) -> str | None:
+    """Compile and run the steps whose hidden states are given; return why theirs are not the same, None if they are."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the compiler says of speed
+            found = [_run_in_order(model, num_tokens) for num_tokens in NUM_TOKENS]
+    except Exception as error:  # it fails in many ways
+        return f"{type(error).__name__}: {shortened(error)}"
+    return "compiled, they give other hidden states" if any(map(_differ, found, expected)) else None
 
 
 def layers_of(model: nn.Module, calls: Sequence[AttentionCall]) -> list[tuple[nn.Module, tuple[AttentionCall, ...]]]:

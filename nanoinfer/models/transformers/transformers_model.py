@@ -24,10 +24,10 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import sizes_that_pay
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
 from nanoinfer.models.transformers.cached_attention import StepAttention, cached_attentions
+from nanoinfer.models.transformers.captured_prefill import TransformersPrefillGraphs
 from nanoinfer.models.transformers.compilation import CompiledLayers, compile_layers, layers_of
 from nanoinfer.models.transformers.fast_norms import use_norm_kernel
 from nanoinfer.models.transformers.guards import check_cache, check_head, check_mixing, why_not_captured
-from nanoinfer.models.transformers.prefill_graphs import TransformersPrefillGraphs
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import (
     TransformersConfig,

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanoinfer import LLM
-from nanoinfer.models import prefill_graphs as small_steps
+from nanoinfer.models import prefill_graphs
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE
-from nanoinfer.models.transformers import prefill_graphs
+from nanoinfer.models.transformers import captured_prefill
 from tests.models.test_transformers_models import answers, assert_close, load, skip_unless_it_runs
 from tests.models.tiny_transformers import write_tiny
 
@@ -51,8 +51,8 @@ class RecordedGraph(TorchDispatchMode):
 def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], PrefillGraphs]:
     """A function that gives an engine graphs of its prefill steps of at most 24 tokens, and returns them."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
-    monkeypatch.setattr(prefill_graphs, "capturing", lambda graph, _pool: graph)
-    monkeypatch.setattr(small_steps, "padded_sizes", lambda _layers, only_pools: SIZES)
+    monkeypatch.setattr(captured_prefill, "capturing", lambda graph, _pool: graph)
+    monkeypatch.setattr(prefill_graphs, "padded_sizes", lambda _layers, only_pools: SIZES)
     num_replays.clear()
 
     def give(llm: LLM) -> PrefillGraphs:
