@@ -14,6 +14,7 @@ from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.control.step_events import StepCallback
 from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
@@ -41,7 +42,6 @@ from nanoinfer.text.arguments import (
     check_streamable,
 )
 from nanoinfer.text.chat import Conversation, Conversations
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import OnError
 from nanoinfer.vllm_names import with_vllm_names
@@ -385,7 +385,7 @@ class LLM(PoolingMethods, AsyncMethods):
     ) -> RequestOutputs:
         """Run the requests of a call to their end. desc: what is done, for the progress bar."""
         portions = portions if wanted is None else wanted.add_to(portions)
-        progress = Progress(self.get_metrics, portions.num_requests, use_tqdm, desc=desc)
+        progress = Progress(self.engine.metrics, portions.num_requests, use_tqdm, desc=desc)
         with progress, raising_errors(wanted, progress.show) as show:
             outputs = self.queue.complete(portions, show, on_finish)
         return RequestOutputs(outputs)

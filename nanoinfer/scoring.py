@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, Score, Scores
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Prompt
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import EncodedPair, PreparedRequest, PromptProcessor
 from nanoinfer.text.refusals import Errors, OnError, check_on_error
 

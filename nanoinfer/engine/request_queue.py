@@ -17,10 +17,10 @@ from itertools import islice
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.pausing import PausedWait
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.text.arguments import OnFinish
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 TURN_SECONDS = 0.01  # how long a thread waits for its turn; another thread's step serves its requests too

@@ -20,7 +20,7 @@ from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.preparer import Preparer
+from nanoinfer.engine.preparer import Portions, Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.outputs import RequestOutput
@@ -37,7 +37,6 @@ from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Prompt, Prompts, as_list_of_prompts, one_of_kind_for_each
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts
 from nanoinfer.text.refusals import Errors, OnError, check_on_error
 

@@ -14,9 +14,9 @@ import torch
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 # Is called with the index of the prompt, the layer, the place of the first token, and the states on the device.

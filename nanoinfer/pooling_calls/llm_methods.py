@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.garbage import rare_collections
 from nanoinfer.pooling_calls.calls import PoolingArguments, PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, OnHiddenStates
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingOutputs, RewardOutput
 from nanoinfer.text.arguments import Prompts
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.refusals import OnError
 
 

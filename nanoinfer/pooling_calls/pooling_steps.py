@@ -21,10 +21,10 @@ from nanoinfer.engine.interfaces import SILENT, SampledStep
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, PacketSections, join_sections
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestMetrics
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 NO_RECORDS = PacketSections(*([()] * len(PacketSections._fields)))

@@ -11,9 +11,9 @@ import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
 from nanoinfer.engine.extras.hidden_states_request import ChunkStates
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.pooling_calls import hidden_states as module
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts
 from tests.pooling.test_decoders import CHUNKED, SMALL, assert_close, write_modules

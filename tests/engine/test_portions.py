@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanoinfer import LLM, EngineStateError, RequestError, SamplingParams, tiny_model_path
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.sampling_params import SamplingParams as Params
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors
 
