@@ -30,7 +30,7 @@ EVERYBODY = {
 }
 STEP_DATA = {
     "engine.packet",
-    "engine.limits",
+    "engine.interfaces",
     "engine.row_options",
     "engine.token_masks",
     "engine.extras.hidden_states_request",

@@ -14,7 +14,7 @@ from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import Packet, pack, read_header
 from nanoinfer.engine.preparer import Preparer
@@ -66,7 +66,7 @@ class NoDevice:
     def launch(self, packet: Packet) -> int:
         self.first_step = self.first_step or perf_counter()
         header = read_header(packet)
-        return header.num_prefill_samples + header.counts.decode_rows
+        return header.num_prefill_samples + header.counts["decode_rows"]
 
     def sample(self, launched: int, masks: object = None) -> SimpleNamespace:
         return SimpleNamespace(num_tokens=launched, errors={}, logprobs=(), prompt_logprobs=(), hidden_states=())

@@ -2,11 +2,11 @@
 
 import collections.abc as abc
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard
-from nanoinfer.engine.limits import RunnerLimits
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
@@ -66,6 +66,21 @@ class SampledStep(Protocol):
     @property
     def hidden_states(self) -> abc.Sequence[Any]:
         """Hidden states, and what was pooled of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """Holds the sizes that scheduler and block manager plan by, as a runner finds them. All ranks have the same."""
+
+    max_model_len: int  # tokens of the longest sequence
+    num_blocks: int  # of the KV cache
+    max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
+    num_snapshots: int  # recurrent states that can be kept for prefix hits; 0 where the model has none, or caches none
+    window: int | None  # tokens that a token attends to in windowed groups; None if there are no such groups
+    num_windowed_groups: int  # groups of layers with a window, each with its own block tables; 0 if there are none
+    max_prefix_group_rows: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
+    whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
+    computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
 
 
 class Runner(Protocol):

@@ -9,21 +9,25 @@ What a caller does, `RequestQueue.complete` for one:
     outputs = queue.collect(inbox)
 """
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
-from nanoinfer.engine.pausing import PausedWait
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.text.arguments import OnFinish
 from nanoinfer.text.prompts import PreparedRequest
 
+logger = logging.getLogger("nanoinfer")
+
 TURN_SECONDS = 0.01  # how long a thread waits for its turn; another thread's step serves its requests too
+PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says so
 
 
 class Inbox:
@@ -46,6 +50,27 @@ class Inbox:
 
     def unfinished_ids(self) -> set[int]:
         return self.request_ids - {output.request_id for output in self.outputs}
+
+
+class PausedWait:
+    """Keeps a call from running empty steps, and warns once each time that only paused requests are left for long."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # perf_counter
+        self._has_warned = False
+
+    def wait(self, num_only_paused: int, seconds: float) -> None:
+        """Wait so long if only paused requests are left. num_only_paused: how many these are; 0 if there are others."""
+        if not num_only_paused:
+            self._since, self._has_warned = None, False
+            return
+        time.sleep(seconds)
+        now, since = time.perf_counter(), self._since  # read once: other threads wait, too
+        if since is None:
+            self._since = now
+        elif not self._has_warned and now - since > PATIENCE_SECONDS:
+            self._has_warned = True
+            logger.warning("only paused requests are left (%d); resume or abort them", num_only_paused)
 
 
 class RequestQueue:

@@ -46,6 +46,9 @@ class ScheduledBatch:
     prefill: list[PrefillChunk] = field(default_factory=list)  # those that sample come first
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
+    sampled: list[Sequence] = field(
+        default_factory=list
+    )  # those that get a token, in the order of its token ids
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)
@@ -53,11 +56,6 @@ class ScheduledBatch:
     @property
     def num_prefill_tokens(self) -> int:
         return sum(chunk.length for chunk in self.prefill)
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a token in this step, in the order of the step's token ids."""
-        return [chunk.seq for chunk in self.prefill if chunk.samples] + self.decode
 
     @property
     def pooled(self) -> list[Sequence]:

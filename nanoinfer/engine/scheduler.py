@@ -117,6 +117,7 @@ class Scheduler:
         if not (batch or has_to_wait):
             batch = self._schedule_decode(in_flight)
         if batch:
+            batch.sampled = [chunk.seq for chunk in batch.prefill if chunk.samples] or batch.decode
             batch.kept_states, batch.restored_states = self.block_manager.take_state_copies()
         return batch
 

@@ -37,11 +37,11 @@ class Pooler:
 
     def admit(self, header: Header, on_host: PacketSections) -> None:
         """Enter what the newly admitted rows of a packet want, in place of what was known of these rows."""
-        if self._records and header.counts.row_records:
+        if self._records and header.counts["row_records"]:
             for row in column(on_host, "row_records", "row").tolist():
                 self._records.pop(row, None)
                 self._sums.pop(row, None)
-        if header.counts.hidden_states_records:
+        if header.counts["hidden_states_records"]:
             layers = on_host.wanted_layers[:, 0].tolist()
             for numbers in on_host.hidden_states_records.tolist():
                 record = HiddenStatesRecord._make(numbers)

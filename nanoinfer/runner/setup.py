@@ -12,7 +12,7 @@ from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import num_step_threads, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
 from nanoinfer.layers.attention.kv_quantization import is_8_bit, select_kv_cache_dtype

@@ -31,7 +31,7 @@ def read_field(records: Tensor, dtype: np.dtype[Any], name: str) -> Tensor:
 
 def read_options(sections: PacketSections, names: tuple[str, ...]) -> Tensor:
     """Return these options of a packet's sampling records on the device, (num_records, num_names) float32."""
-    section, dtype = sections.sampling_records, SECTION_DTYPES.sampling_records
+    section, dtype = sections.sampling_records, SECTION_DTYPES["sampling_records"]
     return torch.stack([read_field(section, dtype, name).float() for name in names], dim=1)
 
 
@@ -85,7 +85,7 @@ class LogitBias:
         self._biases: dict[int, NDArray[Any]] = {}  # by row: records of TokenBias
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
-        biases = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES.biases)
+        biases = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES["biases"])
         for record, its_biases in slices_of(biases, records, "num_biases"):
             if len(its_biases):
                 self._biases[record.row] = its_biases[its_biases["token_id"] < self._vocab_size]
@@ -120,7 +120,7 @@ class Penalties:
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         self._rows |= {record.row for record in records if record.asks_for(self.reads)}
-        section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
+        section, dtype = on_device.sampling_records, SECTION_DTYPES["sampling_records"]
         rows = column(on_device, "sampling_records", "row").long()
         self._prompt_lens[rows] = read_field(section, dtype, "num_prompt_tokens")
         self._penalties[rows] = read_options(on_device, self.reads)

@@ -92,11 +92,11 @@ class Sampler:
 
     def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
-        if not header.counts.row_records:
+        if not header.counts["row_records"]:
             return
         records, rows = on_device.row_records, column(on_device, "row_records", "row").long()
-        self.temperatures[rows] = read_field(records, SECTION_DTYPES.row_records, "temperature")
-        self.seeds[rows] = read_field(records, SECTION_DTYPES.row_records, "seed")
+        self.temperatures[rows] = read_field(records, SECTION_DTYPES["row_records"], "temperature")
+        self.seeds[rows] = read_field(records, SECTION_DTYPES["row_records"], "seed")
         self.limits.index_fill_(0, rows, 0.0)  # no filter, whatever was before; `[rows] = 0.0` would wait for the GPU
         if self._records:
             for row in column(on_host, "row_records", "row").tolist():
@@ -106,7 +106,7 @@ class Sampler:
                     self._logprobs.release(row)
                     for processor in self.processors:
                         processor.release(row)
-        if header.counts.sampling_records:
+        if header.counts["sampling_records"]:
             self._admit_records(on_host, on_device)
 
     def _admit_records(self, on_host: PacketSections, on_device: PacketSections) -> None:
@@ -267,7 +267,7 @@ class Sampler:
 
 def read_sampling_records(section: NDArray[np.int32]) -> list[SamplingRecord]:
     """Return the records of a host packet's section."""
-    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES.sampling_records)
+    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES["sampling_records"])
     return [SamplingRecord._make(record) for record in records.tolist()]
 
 

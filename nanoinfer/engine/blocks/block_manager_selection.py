@@ -4,7 +4,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
-from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.interfaces import RunnerLimits
 
 
 def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:
