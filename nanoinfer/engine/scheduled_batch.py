@@ -46,9 +46,7 @@ class ScheduledBatch:
     prefill: list[PrefillChunk] = field(default_factory=list)  # those that sample come first
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
-    sampled: list[Sequence] = field(
-        default_factory=list
-    )  # those that get a token, in the order of its token ids
+    sampled: list[Sequence] = field(default_factory=list)  # those that get a token, in the order of its token ids
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)

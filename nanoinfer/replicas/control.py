@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Mapping
 from threading import RLock
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,16 +102,13 @@ class ReplicaControl:
         """Send a tensor through shared memory; return the errors of replicas that did not take it."""
         engine = self._engine
         values = tensor.detach().to("cpu").contiguous()
-        flat = values.view(-1).view(torch.uint8).numpy()
-        padded = np.zeros(-(-len(flat) // 4), np.int32)
-        padded.view(np.uint8)[: len(flat)] = flat
         for replica in engine.alive():
             replica.send(Call("weight", (name, values.dtype, tuple(values.shape))))
         if self._writer is None:
             self._writer = RingWriter(engine.ring, self._doorbells, self._check)
         self._doorbells[:] = [replica.workers.links[0] for replica in engine.alive()]
         try:
-            self._writer.send(padded)
+            self._writer.send_bytes(values.view(-1).view(torch.uint8).numpy())
         except OSError as error:
             raise WorkerError(f"a replica has ended while it got {name!r} ({error}); {CLOSED}") from error
         return engine.collect_replies()

@@ -20,7 +20,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanoinfer.engine.reserved_ids import Action
@@ -277,7 +276,7 @@ class Replica:
             name, dtype, shape = message.arguments
             values = torch.empty(shape, dtype=dtype)
             flat = values.view(-1).view(torch.uint8)
-            flat.copy_(torch.from_numpy(self._weights.receive().view(np.uint8))[: len(flat)])
+            flat.copy_(torch.from_numpy(self._weights.receive_bytes(len(flat))))
             yield name, values
             self._answer(lambda: None)
         if not isinstance(
