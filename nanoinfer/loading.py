@@ -15,7 +15,7 @@ from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_trace import EventSource, start_trace
+from nanoinfer.control.run_trace import EventSource, RunTrace
 from nanoinfer.control.step_events import StepCallback, StepCallbacks
 from nanoinfer.control.weight_control import WeightControl
 from nanoinfer.device import host_array
@@ -112,7 +112,7 @@ class Control(Protocol):
 
 
 class Callbacks(Protocol):
-    """Calls functions with the StepEvents of an engine, or of several."""
+    """Calls functions with the StepEvents of an engine, or of several: StepCallbacks, or ReplicaCallbacks."""
 
     def add(self, callback: StepCallback) -> Callable[[], None]: ...
 
@@ -128,11 +128,16 @@ class LoadedEngine(NamedTuple):
     constraints: Constraints
     control: Control
     callbacks: Callbacks
-    start_trace: Callable[[str, str], Callable[[], object]]  # (path, title) -> what writes the page
     max_model_len: int  # tokens of a prompt and its completion together
     info: RunnerInfo
     seconds: dict[str, float]  # of each part of loading; for the tokenizer, how long the rest waited for it
     pooling_steps: PoolingSteps | None = None  # of an engine in this process
+
+    def start_trace(self, path: str, title: str) -> Callable[[], object]:
+        """Record the run of the engine from now on; return the function that writes the file, once."""
+        trace = RunTrace(title)
+        self.callbacks.add(trace)
+        return trace.write_on_close(self.engine, self.callbacks.events(), path)
 
     def log_start(self, name: str, imports: dict[str, float], total: float) -> None:
         """Log that an LLM is ready. imports: how long importing took, if it is not in the total; all in seconds."""
@@ -198,7 +203,6 @@ def load_engine(found: FoundModel) -> LoadedEngine:
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
     queue = RequestQueue(engine)
-    callbacks = StepCallbacks(engine, runner.info.device)
     has_blocks_alone = model_config.linear_attention is None and not runner.limits.num_windowed_groups
     return LoadedEngine(
         engine=engine,
@@ -206,8 +210,7 @@ def load_engine(found: FoundModel) -> LoadedEngine:
         preparer=Preparer(engine, prompt_processor, constraints),
         constraints=constraints,
         control=WeightControl(engine, queue.lock),
-        callbacks=callbacks,
-        start_trace=lambda path, title: start_trace(path, title, engine, callbacks),
+        callbacks=StepCallbacks(engine, runner.info.device),
         max_model_len=runner.limits.max_model_len,
         info=runner.info,
         seconds=runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},

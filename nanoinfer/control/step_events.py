@@ -35,20 +35,14 @@ class StepCallbacks:
 
     def add(self, callback: StepCallback) -> Callable[[], None]:
         """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
-        check_callback(callback)
-
-        def call(event: StepEvent) -> None:  # an object of its own, so that `end` ends this registration and no other
-            callback(event)
-
         with self._registration:
             events = self.events()
-            events.callbacks.append(call)
+            remove = register(events.callbacks, callback)
             self._engine.scheduler.listener = events  # perhaps in the middle of another thread's step
 
         def end() -> None:
             with self._registration:
-                if call in events.callbacks:
-                    events.callbacks.remove(call)
+                remove()
                 if not events.callbacks and self._engine.scheduler.listener is events:
                     self._engine.scheduler.listener = SILENT
 
@@ -62,10 +56,20 @@ class StepCallbacks:
         return StepEventListener(scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
 
 
-def check_callback(callback: object) -> None:
-    """Raise RequestError for what cannot be called."""
+def register(callbacks: list[StepCallback], callback: StepCallback) -> Callable[[], None]:
+    """Add a function to a list; return a function that takes it out again. Raises RequestError for what is none."""
     if not callable(callback):
         raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
+
+    def call(event: StepEvent) -> None:  # an object of its own, so that `remove` ends this registration and no other
+        callback(event)
+
+    def remove() -> None:
+        if call in callbacks:
+            callbacks.remove(call)
+
+    callbacks.append(call)
+    return remove
 
 
 class GpuTimer:

@@ -1,6 +1,7 @@
-"""What the parts of an engine know of each other: protocols of engine, runner and constraints, and the Listener."""
+"""What the parts of an engine know of each other: the base of engines, protocols of what they use, the Listener."""
 
 import collections.abc as abc
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors
@@ -124,12 +125,18 @@ class Runner(Protocol):
         """Free the model and the cache."""
 
 
-class Engine(Protocol):
-    """Takes requests and runs them in steps: an LLMEngine, or several of them behind one. See there."""
+class Engine(ABC):
+    """Takes requests and runs them in steps: the base of LLMEngine, and of several of them behind one.
 
-    config: EngineConfig
-    guard: StepGuard
-    reserved_ids: ReservedIds  # of requests that are to be added
+    config: the user's options. guard: entered for each step. reserved_ids: of requests that are to be added.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.guard = StepGuard()
+        self.reserved_ids = ReservedIds()
+        self._requests: dict[int, Any] = {}  # by id: those that were not handed over
+        self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
 
     def add_request(
         self,
@@ -139,32 +146,74 @@ class Engine(Protocol):
         chunks: deque[StreamChunk] | None = None,
         index: int = 0,
     ) -> None:
-        """Queue a request under a reserved id."""
+        """Queue a request; one that has an error ends with it at once.
 
-    def step(self) -> None:
-        """Compute, and hand over what has finished."""
-
-    def abort(self, request_ids: abc.Collection[int]) -> None:
-        """Drop these requests and what they hold."""
+        request_id: a reserved one; draws depend on it. outputs_to: where a step puts its output. chunks: where a stream
+        finds what is new of it, under this `index`.
+        """
+        self.guard.check()
+        if prepared.error is not None:
+            outputs_to.append(prepared.refusal(request_id))
+            if chunks is not None:
+                chunks.extend(failed_chunks(request_id, index, range(prepared.sampling_params.n)))
+            self.reserved_ids.take(request_id)
+            return
+        self._queue(request_id, prepared, outputs_to, chunks, index)
+        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def act_later(self, action: Action, request_ids: abc.Iterable[int]) -> None:
-        """Have the next step begin with this action on what is unfinished of these requests."""
+        """Have the next step begin with this action on what is unfinished of these requests.
+
+        Safe at any moment, as in a callback, or where the garbage collector closes a stream.
+        """
+        for request_id in request_ids:
+            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
+                self._pending_actions.append((action, request_id))
 
     def is_finished(self) -> bool:
         """Return whether every request has finished and was handed over."""
+        return not (self.reserved_ids or self._requests)  # in this order: while a request is queued, it is in both
 
+    def num_unfinished(self) -> int:
+        """Return how many requests have not been handed over, those that are yet to be queued included."""
+        return len(self._requests) + len(self.reserved_ids)
+
+    @abstractmethod
+    def _queue(
+        self,
+        request_id: int,
+        prepared: PreparedRequest,
+        outputs_to: list[RequestOutput],
+        chunks: deque[StreamChunk] | None,
+        index: int,
+    ) -> None:
+        """Queue a request that can be served, and enter it in `_requests`."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Compute, and hand over what has finished."""
+
+    @abstractmethod
+    def abort(self, request_ids: abc.Collection[int]) -> None:
+        """Drop these requests and what they hold; those that are finished are passed over."""
+
+    @abstractmethod
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""
 
+    @abstractmethod
     def metrics(self) -> EngineMetrics:
         """Return the work done so far, and what is held now."""
 
+    @abstractmethod
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Free the model and the cache."""
+        """Free the model and the cache. Closing twice is fine; other calls then raise EngineClosedError."""
 
+    @abstractmethod
     def check_open(self, is_for_steps: bool = True) -> object:
         """Raise what has closed the engine, or EngineClosedError; EngineStateError where it cannot run steps."""
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -12,17 +12,16 @@ from typing import NamedTuple
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.blocks.block_manager_selection import make_block_manager
 from nanoinfer.engine.extras.extras import Extras
-from nanoinfer.engine.interfaces import Constraints, Runner, SampledStep
-from nanoinfer.engine.interrupts import StepGuard
+from nanoinfer.engine.interfaces import Constraints, Engine, Runner, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
-from nanoinfer.engine.reserved_ids import Action, ReservedIds
+from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks
+from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
@@ -37,7 +36,7 @@ class Step(NamedTuple):
     started: float
 
 
-class LLMEngine:
+class LLMEngine(Engine):
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
@@ -52,7 +51,7 @@ class LLMEngine:
         stop_token_ids: frozenset[int],
         constraints: Constraints | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config)
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
@@ -74,34 +73,19 @@ class LLMEngine:
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
-        self.guard = StepGuard()  # entered for each step
         self._num_sequences = 0
-        self.reserved_ids = ReservedIds()
-        self._requests: dict[int, Request] = {}  # those that were not returned
+        self._requests: dict[int, Request] = {}
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
-        self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
 
-    def add_request(
+    def _queue(
         self,
         request_id: int,
         prepared: PreparedRequest,
         outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None = None,
-        index: int = 0,
+        chunks: deque[StreamChunk] | None,
+        index: int,
     ) -> None:
-        """Queue a request; one that has an error ends with it at once.
-
-        request_id: a reserved one; draws depend on it. outputs_to: where a step puts its output. chunks: where a stream
-        finds what is new of it, under this `index`.
-        """
-        self.guard.check()
         params = prepared.sampling_params
-        if prepared.error is not None:
-            outputs_to.append(prepared.refusal(request_id))
-            if chunks is not None:
-                chunks.extend(failed_chunks(request_id, index, range(params.n)))
-            self.reserved_ids.take(request_id)
-            return
         request = Request(request_id, prepared.prompt, [], outputs_to)
         ids, packed, priority = prepared.token_ids, prepared.packed_ids, prepared.priority
         for sample in range(params.n):
@@ -116,7 +100,6 @@ class LLMEngine:
         for completion in request.completions:
             self.scheduler.add(completion.seq)
             self.scheduler.listener.arrived(completion.seq, request.arrival_time)
-        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
@@ -158,23 +141,6 @@ class LLMEngine:
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         for request_id in dropped:
             self._requests.pop(request_id, None)
-
-    def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
-        """Have the next step begin with this action on what is unfinished of these requests.
-
-        Safe at any moment, as in a callback, or where the garbage collector closes a stream.
-        """
-        for request_id in request_ids:
-            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
-                self._pending_actions.append((action, request_id))
-
-    def is_finished(self) -> bool:
-        """Return whether every request has finished and was handed over."""
-        return not (self.reserved_ids or self._requests)  # in this order: while a request is queued, it is in both
-
-    def num_unfinished(self) -> int:
-        """Return how many requests have not been handed over, those that are yet to be queued included."""
-        return len(self._requests) + len(self.reserved_ids)
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""

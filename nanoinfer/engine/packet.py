@@ -89,7 +89,7 @@ def record_dtype(record: type) -> np.dtype[Any]:
     return np.dtype([(name, kinds[kind]) for name, kind in get_type_hints(record).items()])
 
 
-SECTION_DTYPES = {
+SECTION_DTYPES: dict[str, Any] = {  # a np.dtype each
     name: record_dtype(hint.__metadata__[0])
     for name, hint in get_type_hints(PacketSections, include_extras=True).items()
 }

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from nanoinfer.control.step_events import StepCallback, check_callback
+from nanoinfer.control.step_events import StepCallback, register
 from nanoinfer.outputs import RequestChange, StepEvent
 
 
@@ -22,18 +22,7 @@ class ReplicaCallbacks:
 
     def add(self, callback: StepCallback) -> Callable[[], None]:
         """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
-        check_callback(callback)
-
-        def call(event: StepEvent) -> None:  # an object of its own, so that `end` ends this registration and no other
-            callback(event)
-
-        self._callbacks.append(call)
-
-        def end() -> None:
-            if call in self._callbacks:
-                self._callbacks.remove(call)
-
-        return end
+        return register(self._callbacks, callback)
 
     def arrive(self, replica: int, event: StepEvent) -> None:
         """Keep an event of a replica until the functions are called."""

@@ -10,16 +10,17 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
+from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.engine.reserved_ids import Action, ReservedIds
+from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
 from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.executor.shm_ring import Ring
@@ -113,7 +114,7 @@ def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
     return ReplicaMetrics(**sums, replicas=replicas)
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(Engine):
     """Does what an LLMEngine does, on several of them.
 
     replicas: processes that have loaded the model. ring: brings new weights to them. device_type: what they run on,
@@ -129,20 +130,17 @@ class ReplicatedEngine:
         device_type: str = "cpu",
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.config = config
-        self.guard = StepGuard()
+        super().__init__(config)
         self.replicas = replicas
         self.dispatcher = Dispatcher(len(replicas), self.config.max_num_seqs)
         self.callbacks = ReplicaCallbacks()
         self.ring = ring
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
-        self.reserved_ids = ReservedIds()
         self._requests: dict[int, UnfinishedRequest] = {}
         self._paused: set[int] = set()  # unfinished requests
         self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
         self._aborting: set[int] = set()
-        self._pending_actions: deque[tuple[Action, int]] = deque()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
         self._failure: NanoinferError | None = None  # what calls raise if an error has closed it
@@ -152,26 +150,17 @@ class ReplicatedEngine:
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
 
-    def add_request(
+    def _queue(
         self,
         request_id: int,
         prepared: PreparedRequest,
         outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None = None,
-        index: int = 0,
+        chunks: deque[StreamChunk] | None,
+        index: int,
     ) -> None:
-        """Queue a request; one that has an error ends with it at once. As in LLMEngine."""
-        self.guard.check()
-        if prepared.error is not None:
-            outputs_to.append(prepared.refusal(request_id))
-            if chunks is not None:
-                chunks.extend(failed_chunks(request_id, index, range(prepared.sampling_params.n)))
-            self.reserved_ids.take(request_id)
-            return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
         self._requests[request_id] = UnfinishedRequest(queued, outputs_to, chunks, index)
         self.dispatcher.add(queued)
-        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self) -> None:
         """Send requests to replicas that run short, and hand over what has come back; wait a moment if nothing has."""
@@ -199,15 +188,6 @@ class ReplicatedEngine:
                     on_replicas.setdefault(replica, []).append(request_id)
         for index, ids in on_replicas.items():
             self.replicas[index].send(Drop(ids))
-
-    def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
-        """Have the next step begin with this action. Safe at any moment."""
-        for request_id in request_ids:
-            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
-                self._pending_actions.append((action, request_id))
-
-    def is_finished(self) -> bool:
-        return not (self.reserved_ids or self._requests)  # a request enters the second before it leaves the first
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused if no others are left, else 0."""
@@ -283,7 +263,7 @@ class ReplicatedEngine:
             self.receive(TURN_SECONDS)
             self._lose_hanging()
             self._apply_actions()  # of a replica that has ended
-        return len(self._requests) + len(self.reserved_ids)
+        return self.num_unfinished()
 
     def receive(self, seconds: float, replicas: list[ReplicaHandle] | None = None) -> None:
         """Take in what replicas have sent; if there is nothing, wait for it at most `seconds`."""

@@ -13,7 +13,6 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_trace import start_trace
 from nanoinfer.device import select_device
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
@@ -120,7 +119,6 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
         constraints=constraints,
         control=ReplicaControl(engine, queue.lock),
         callbacks=engine.callbacks,
-        start_trace=lambda path, title: start_trace(path, title, engine, engine.callbacks),
         max_model_len=max_model_len,
         info=info,
         seconds={"replicas": time.perf_counter() - started},
