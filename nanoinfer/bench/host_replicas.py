@@ -17,8 +17,9 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.outputs import EngineMetrics
+from nanoinfer.replicas.handles import ReplicaHandle
 from nanoinfer.replicas.replica_messages import Metrics, Outputs, Requests
-from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine
+from nanoinfer.replicas.replicated_engine import ReplicatedEngine
 from nanoinfer.text.prompts import PreparedRequest, pack_ids
 
 VOCAB_SIZE = 150_000

@@ -28,7 +28,7 @@ from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import FoundModel, LoadedEngine, load_engine
 from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
-from nanoinfer.replicas.packed_states import keep_states
+from nanoinfer.replicas.packed_outputs import keep_states, pack_chunks, pack_outputs
 from nanoinfer.replicas.replica_messages import (
     Act,
     Call,
@@ -42,8 +42,6 @@ from nanoinfer.replicas.replica_messages import (
     ReceivedRequest,
     Reply,
     Requests,
-    pack_chunks,
-    pack_outputs,
     unpack_requests,
 )
 from nanoinfer.text.refusals import Errors

@@ -11,9 +11,9 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
-from multiprocessing.connection import Connection, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import Any
 
 from nanoinfer.config import EngineConfig
@@ -22,11 +22,12 @@ from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
-from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
+from nanoinfer.executor.processes import Failure
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks
-from nanoinfer.replicas.callbacks import ReplicaCallbacks
+from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamChunk, failed_chunks
 from nanoinfer.replicas.dispatcher import Dispatcher, QueuedRequest, expected_work
+from nanoinfer.replicas.handles import ReplicaCallbacks, ReplicaHandle, ReplicaMetrics, end_replicas, sum_metrics
+from nanoinfer.replicas.packed_outputs import unpack_chunks, unpack_outputs
 from nanoinfer.replicas.replica_messages import (
     Act,
     Call,
@@ -40,8 +41,6 @@ from nanoinfer.replicas.replica_messages import (
     Outputs,
     Reply,
     pack_requests,
-    unpack_chunks,
-    unpack_outputs,
 )
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
@@ -57,33 +56,6 @@ CHECK_SECONDS = 1.0  # how often that is looked at
 
 
 @dataclass(slots=True, eq=False)
-class ReplicaHandle:
-    """One replica, as the parent sees it; see `Replica` in replica.py."""
-
-    index: int
-    workers: Workers
-    connection: Connection
-    metrics: EngineMetrics = field(default_factory=EngineMetrics)
-    unready_reason: str | None = None
-    is_alive: bool = True
-    replies: deque[Reply] = field(default_factory=deque)
-    active: float = field(default_factory=time.monotonic)  # when the last message came or went
-
-    def send(self, message: Any) -> None:
-        """Send a message; the end of a replica that takes none is noticed when it is read from."""
-        self.active = time.monotonic()
-        with suppress(OSError):
-            self.connection.send(message)
-
-    def hang_up(self) -> None:
-        """Have the replica end, which takes a moment."""
-        if self.workers.are_ours:
-            self.is_alive = False
-            self.connection.close()
-            self.workers.hang_up()
-
-
-@dataclass(slots=True, eq=False)
 class UnfinishedRequest:
     """A request that was not returned, and where its output goes."""
 
@@ -94,24 +66,6 @@ class UnfinishedRequest:
     arrival_time: float = field(default_factory=time.perf_counter)
     sent: float = 0.0
     streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk
-
-
-@dataclass(slots=True)
-class ReplicaMetrics(EngineMetrics):
-    """Sums the work of all replicas, and has each one's in `replicas`.
-
-    Seconds are the average of the replicas: they run side by side, so tokens divided by seconds are the speed of all.
-    """
-
-    replicas: list[EngineMetrics] = field(default_factory=list)
-
-
-def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
-    names = [item.name for item in fields(EngineMetrics)]
-    sums = {name: sum(getattr(one, name) for one in replicas) for name in names}
-    for name in ("prefill_seconds", "decode_seconds"):
-        sums[name] /= len(replicas)
-    return ReplicaMetrics(**sums, replicas=replicas)
 
 
 class ReplicatedEngine(Engine):
@@ -277,7 +231,7 @@ class ReplicatedEngine(Engine):
                     if not replica.connection.poll():
                         break
             except (EOFError, OSError):
-                self._lose(replica, explain_end(replica))
+                self._lose(replica, replica.explain_end())
 
     def _listen(self) -> None:
         """Tell replicas whether their events are wanted, if that has changed."""
@@ -438,20 +392,3 @@ class ReplicatedEngine(Engine):
         ]
         request.outputs_to.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
         self._forget(request)
-
-
-def explain_end(replica: ReplicaHandle) -> Failure:
-    """Say why a replica has ended; its socket may show that a moment after its pipe."""
-    deadline = time.monotonic() + EXPLANATION_SECONDS
-    while replica.workers.failure is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    failure = replica.workers.failure
-    return failure or Failure(f"replica {replica.index} has ended")
-
-
-def end_replicas(replicas: list[ReplicaHandle], patience: float = EXIT_SECONDS) -> None:
-    """End these processes, and wait until they have."""
-    for replica in replicas:
-        replica.hang_up()
-    for replica in replicas:
-        replica.workers.close(patience)

@@ -21,9 +21,10 @@ from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.loading import FoundModel, LoadedEngine
 from nanoinfer.replicas.control import ReplicaControl
+from nanoinfer.replicas.handles import ReplicaHandle, end_replicas
 from nanoinfer.replicas.replica import run_replica
 from nanoinfer.replicas.replica_messages import Logged, Ready, Reply
-from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine, end_replicas, explain_end
+from nanoinfer.replicas.replicated_engine import ReplicatedEngine
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
@@ -135,7 +136,7 @@ def wait_until_ready(replicas: list[ReplicaHandle]) -> list[Ready]:
             try:
                 message = replica.connection.recv()
             except (EOFError, OSError):
-                raise WorkerError(str(explain_end(replica))) from None
+                raise WorkerError(str(replica.explain_end())) from None
             match message:
                 case Ready():
                     ready[replica.index] = message
