@@ -8,7 +8,9 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
@@ -30,7 +32,7 @@ NO_REASON = len(REASONS)  # of a chunk that is not the last
 NO_OTHERS = (None,) * 6
 # Hidden states and pooled vectors: by layer, or None for what pooling made, the dtype and the bytes of each part of the
 # prompt. They are bytes because NumPy has no bfloat16.
-PackedStates = dict[int | None, list[tuple[Any, Any]]]
+PackedStates = dict[int | None, list[tuple[torch.dtype, Any]]]
 
 
 class PackedLogprobs(NamedTuple):
@@ -207,17 +209,13 @@ def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOu
     return replace(output, hidden_states=found)
 
 
-def unpack_states(packed: PackedStates) -> dict[int | None, dict[int, Any]]:
+def unpack_states(packed: PackedStates) -> dict[int | None, dict[int, Tensor]]:
     """Return the states of a message as `HiddenStatesRequest.found`; the parts are numbered."""
-    import torch  # here, since `nanoinfer bench host` does without
-
     return {
         layer: {index: torch.from_numpy(values).view(dtype) for index, (dtype, values) in enumerate(parts)}
         for layer, parts in packed.items()
     }
 
 
-def _pack_values(values: Any) -> tuple[Any, Any]:
-    import torch
-
+def _pack_values(values: Tensor) -> tuple[torch.dtype, Any]:
     return values.dtype, values.view(torch.uint8).numpy()

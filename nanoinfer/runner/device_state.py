@@ -8,8 +8,8 @@ from nanoinfer.engine.packet import Header, PacketSections
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
-from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
+from nanoinfer.runner.pooler import Pooler
 from nanoinfer.runner.step_tables import StepTables
 from nanoinfer.sampling.sampler import Sampler
 
