@@ -138,6 +138,7 @@ class Engine(ABC):
         self._requests: dict[int, Any] = {}  # by id: those that were not handed over
         self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
 
+    @abstractmethod
     def add_request(
         self,
         request_id: int,
@@ -151,15 +152,20 @@ class Engine(ABC):
         request_id: a reserved one; draws depend on it. outputs_to: where a step puts its output. chunks: where a stream
         finds what is new of it, under this `index`.
         """
-        self.guard.check()
-        if prepared.error is not None:
-            outputs_to.append(prepared.refusal(request_id))
-            if chunks is not None:
-                chunks.extend(failed_chunks(request_id, index, range(prepared.sampling_params.n)))
-            self.reserved_ids.take(request_id)
-            return
-        self._queue(request_id, prepared, outputs_to, chunks, index)
-        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
+
+    def _refuse(
+        self,
+        request_id: int,
+        prepared: PreparedRequest,
+        outputs_to: list[RequestOutput],
+        chunks: deque[StreamChunk] | None,
+        index: int,
+    ) -> None:
+        """End a request that has an error, as `add_request` does."""
+        outputs_to.append(prepared.refusal(request_id))
+        if chunks is not None:
+            chunks.extend(failed_chunks(request_id, index, range(prepared.sampling_params.n)))
+        self.reserved_ids.take(request_id)
 
     def act_later(self, action: Action, request_ids: abc.Iterable[int]) -> None:
         """Have the next step begin with this action on what is unfinished of these requests.
@@ -177,17 +183,6 @@ class Engine(ABC):
     def num_unfinished(self) -> int:
         """Return how many requests have not been handed over, those that are yet to be queued included."""
         return len(self._requests) + len(self.reserved_ids)
-
-    @abstractmethod
-    def _queue(
-        self,
-        request_id: int,
-        prepared: PreparedRequest,
-        outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None,
-        index: int,
-    ) -> None:
-        """Queue a request that can be served, and enter it in `_requests`."""
 
     @abstractmethod
     def step(self) -> None:

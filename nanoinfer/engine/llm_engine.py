@@ -77,14 +77,19 @@ class LLMEngine(Engine):
         self._requests: dict[int, Request] = {}
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
 
-    def _queue(
+    def add_request(
         self,
         request_id: int,
         prepared: PreparedRequest,
         outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None,
-        index: int,
+        chunks: deque[StreamChunk] | None = None,
+        index: int = 0,
     ) -> None:
+        """Queue a request; see Engine."""
+        self.guard.check()
+        if prepared.error is not None:
+            self._refuse(request_id, prepared, outputs_to, chunks, index)
+            return
         params = prepared.sampling_params
         request = Request(request_id, prepared.prompt, [], outputs_to)
         ids, packed, priority = prepared.token_ids, prepared.packed_ids, prepared.priority
@@ -100,6 +105,7 @@ class LLMEngine(Engine):
         for completion in request.completions:
             self.scheduler.add(completion.seq)
             self.scheduler.listener.arrived(completion.seq, request.arrival_time)
+        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self, launch: bool = True) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.

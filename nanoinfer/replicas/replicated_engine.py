@@ -104,17 +104,23 @@ class ReplicatedEngine(Engine):
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
 
-    def _queue(
+    def add_request(
         self,
         request_id: int,
         prepared: PreparedRequest,
         outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None,
-        index: int,
+        chunks: deque[StreamChunk] | None = None,
+        index: int = 0,
     ) -> None:
+        """Queue a request; see Engine."""
+        self.guard.check()
+        if prepared.error is not None:
+            self._refuse(request_id, prepared, outputs_to, chunks, index)
+            return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
         self._requests[request_id] = UnfinishedRequest(queued, outputs_to, chunks, index)
         self.dispatcher.add(queued)
+        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
     def step(self) -> None:
         """Send requests to replicas that run short, and hand over what has come back; wait a moment if nothing has."""
