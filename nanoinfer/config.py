@@ -10,16 +10,25 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from nanoinfer.errors import ConfigError, check_names
 from nanoinfer.structured_outputs import switches_of_all
 from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
-DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "int4")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+# The only values of options, where there are such; `engine_options.py` shows them to editors.
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ExecutorBackend = Literal["mp", "external_launcher"]
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "int8"]
+AttentionBackendName = Literal["auto", "flash_attn", "triton", "torch"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+RunnerKind = Literal["auto", "generate", "pooling"]
+ModelImplementation = Literal["auto", "nanoinfer", "transformers"]
+Quantization = Literal["fp8", "int4"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+DTYPES = get_args(Dtype)[1:]
+QUANTIZATIONS = get_args(Quantization)
+KV_CACHE_DTYPES = get_args(KVCacheDtype)
 SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
 MAY_BE_NEGATIVE = ("seed", "max_logprobs")
 # Options that change no answer, beyond rounding, of a request that is served with and without them.
@@ -30,8 +39,9 @@ CHANGE_NO_ANSWER |= {"enforce_eager", "attention_backend", "overlap", "enable_re
 CHANGE_NO_ANSWER |= {"compile"}
 
 
-def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Declare a field of EngineConfig together with its explanation and, if it has any, its only values."""
+def option(default: Any, explained: str, values: Any = None) -> Any:
+    """Declare a field of EngineConfig together with its explanation and, if it has any, its only values: a Literal."""
+    choices = get_args(values) or None
     return field(default=default, kw_only=default is not MISSING, metadata={"help": explained, "choices": choices})
 
 
@@ -45,7 +55,7 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA and float32 on a CPU.',
-        ("auto", *DTYPES),
+        Dtype,
     )
     device: str = option("auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.')
     tensor_parallel_size: int = option(
@@ -55,7 +65,7 @@ class EngineConfig:
         "mp",
         '"mp" starts a process for each further GPU; with "external_launcher" the processes are there (torchrun), and '
         "those that share a model all make the same calls.",
-        ("mp", "external_launcher"),
+        ExecutorBackend,
     )
     data_parallel_size: int = option(
         1,
@@ -81,7 +91,7 @@ class EngineConfig:
         "auto",
         'The type of keys and values in the KV cache: "auto" is that of the model; "int8" and "fp8" ("fp8_e4m3" is the '
         "same) round them to 8 bits, with a scale for each token and KV head, so that nearly twice the tokens fit.",
-        KV_CACHE_DTYPES,
+        KVCacheDtype,
     )
     num_kvcache_blocks: int | None = option(
         None, "The number of blocks in the KV cache, of all layers; if not given, as many as fit into memory."
@@ -92,7 +102,7 @@ class EngineConfig:
         "auto",
         '"triton" uses our own kernels (before Hopper, prefill uses flash-attn where that is installed); "flash_attn" '
         'uses flash-attn alone; "torch" uses plain PyTorch; "auto" takes the fastest that can serve.',
-        ("auto", "flash_attn", "triton", "torch"),
+        AttentionBackendName,
     )
     overlap: bool = option(
         True,
@@ -101,19 +111,19 @@ class EngineConfig:
     load_format: str = option(
         "auto",
         '"auto" and "safetensors" read the checkpoint; "dummy" draws random weights and needs only config.json.',
-        ("auto", "safetensors", "dummy"),
+        LoadFormat,
     )
     runner: str = option(
         "auto",
         '"generate" completes prompts; "pooling" makes embeddings, classes or rewards alone, without a language-model '
         'head; "auto" is what the model is for: pooling if it has no such head, or files of sentence-transformers.',
-        ("auto", "generate", "pooling"),
+        RunnerKind,
     )
     model_impl: str = option(
         "auto",
         '"nanoinfer" runs the layers that are written here, "transformers" those of the package transformers, with our '
         'attention, cache and sampling; "auto" takes ours where there are any.',
-        ("auto", "nanoinfer", "transformers"),
+        ModelImplementation,
     )
     compile: bool = option(
         False,
@@ -129,7 +139,7 @@ class EngineConfig:
         'What log-probabilities are of: "raw_logprobs" is the model\'s own distribution, "processed_logprobs" the one '
         'that tokens are drawn from, after biases, penalties, grammars, temperature and filters; "raw_logits" and '
         '"processed_logits" are the logits of either, in the same places.',
-        LOGPROBS_MODES,
+        LogprobsMode,
     )
     max_logprobs: int = option(
         -1, "The most `logprobs` and `prompt_logprobs` that a request may ask for; -1 is as many as the vocabulary has."

@@ -87,7 +87,8 @@ def progress_bar(desc: str, unit: str, total: int, use_tqdm: bool, initial: int 
 class Progress:
     """Shows the progress of a call: finished requests, and tokens a second since it began.
 
-    num_before: how many had finished before it. desc: what is done with them; all but "Generating" reads them alone.
+    num_before: how many had finished before it. reads: what is done with texts that are only read, such as "Scoring";
+    None where tokens are generated.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class Progress:
         num_requests: int,
         use_tqdm: bool,
         num_before: int = 0,
-        desc: str = "Generating",
+        reads: str | None = None,
     ) -> None:
-        self._get_metrics, self._before = get_metrics, get_metrics()
-        self._generates = desc == "Generating"
-        self._bar = progress_bar(desc, "req" if self._generates else "text", num_requests, use_tqdm, num_before)
+        self._get_metrics, self._before, self._generates = get_metrics, get_metrics(), reads is None
+        desc, unit = ("Generating", "req") if reads is None else (reads, "text")
+        self._bar = progress_bar(desc, unit, num_requests, use_tqdm, num_before)
 
     def show(self, num_finished: int) -> None:
         if isinstance(self._bar, NoBar):  # called after each step, and nobody looks

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
     "config": {"errors", "vllm_names", "structured_outputs"},
-    "engine_options": set(),
+    "engine_options": {"config"},
     "device": {"errors"},
     "garbage": set(),
     "outputs": {"errors"},

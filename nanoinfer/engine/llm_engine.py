@@ -10,9 +10,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.blocks.block_manager_selection import make_block_manager
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.extras.extras import Extras
-from nanoinfer.engine.interfaces import Constraints, Engine, Runner, SampledStep
+from nanoinfer.engine.interfaces import Constraints, Engine, Runner, RunnerLimits, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.reserved_ids import Action
@@ -308,3 +310,20 @@ class LLMEngine(Engine):
         if output.error:
             logger.warning("request %d ends in an error: %s", seq.request_id, output.error)
         return request.output()
+
+
+def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:
+    """Return what gives out the blocks of a runner's cache, by what the layers of its model remember."""
+    sizes = limits.num_blocks, config.kvcache_block_size
+    if limits.num_snapshots > 0:
+        return HybridBlockManager(*sizes, limits.max_num_seqs, limits.num_snapshots)
+    if limits.window is None:
+        return BlockManager(*sizes, config.enable_prefix_caching)
+    return WindowedBlockManager(
+        *sizes,
+        config.enable_prefix_caching,
+        window=limits.window,
+        num_windowed_groups=limits.num_windowed_groups,
+        max_chunk_tokens=config.max_num_batched_tokens,
+        num_rows=limits.max_num_seqs + 1,
+    )

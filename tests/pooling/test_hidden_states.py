@@ -147,8 +147,7 @@ def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
 
 def test_states_are_held_once_when_their_output_is_made() -> None:
     request = PreparedRequest(prompt=None, token_ids=[1, 2], sampling_params=GREEDY)
-    wanted = module.HiddenStatesOptions.of([0], "prompt", None, num_layers=2, row_bytes=8, num_replicas=1)
-    assert wanted is not None
+    wanted = module.HiddenStatesOptions({0: 0}, only_last=False, callback=None, row_bytes=8)
     wanted.add_to(Portions.of([request]))
     states = request.hidden_states_request
     for start in (0, 1):
