@@ -273,6 +273,10 @@ def engine_html(engine: str, description: str, metrics: EngineMetrics) -> str:
     return html_table([["", engine], ["loaded", description], *done])
 
 
+# Fields of a RequestOutput that are those of its first completion.
+OF_FIRST = ("text", "token_ids", "finish_reason", "stop_reason", "error", "error_kind", "cumulative_logprob")
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """Holds a finished request: its prompt and its completions.
@@ -312,13 +316,8 @@ class RequestOutput:
 
     def __post_init__(self) -> None:
         first, set_field = self.outputs[0], object.__setattr__  # the class is frozen
-        set_field(self, "text", first.text)
-        set_field(self, "token_ids", first.token_ids)
-        set_field(self, "finish_reason", first.finish_reason)
-        set_field(self, "stop_reason", first.stop_reason)
-        set_field(self, "error", first.error)
-        set_field(self, "error_kind", first.error_kind)
-        set_field(self, "cumulative_logprob", first.cumulative_logprob)
+        for name in OF_FIRST:
+            set_field(self, name, getattr(first, name))
         set_field(self, "num_prompt_tokens", len(self.prompt_token_ids))
         set_field(self, "num_generated_tokens", len(first.token_ids))
 

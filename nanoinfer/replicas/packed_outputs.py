@@ -4,12 +4,11 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
@@ -17,7 +16,6 @@ from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
     CompletionOutput,
-    Logprob,
     RequestMetrics,
     RequestOutput,
     StreamChunk,
@@ -35,14 +33,10 @@ NO_OTHERS = (None,) * 6
 PackedStates = dict[int | None, list[tuple[torch.dtype, Any]]]
 
 
-class PackedLogprobs(NamedTuple):
-    """Log-probabilities at several places; at each, those of some tokens."""
+class PackedDicts(NamedTuple):
+    """Log-probabilities whose user gets a list of dicts, in arrays."""
 
-    counts: NDArray[np.int32]  # (num_places,) how many tokens each place has; 0 where nothing is known
-    token_ids: NDArray[np.int32]  # of all places, one after the other; the next three fields likewise
-    ranks: NDArray[np.int32]
-    logprobs: NDArray[np.float64]
-    texts: list[str | None]
+    positions: FlatLogprobs
 
 
 def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
@@ -160,28 +154,21 @@ def unpack_chunks(message: Chunks, index_of: dict[int, int]) -> list[StreamChunk
     return chunks
 
 
-def pack_logprobs(places: Sequence[TokenLogprobs | None] | None) -> Any:
+def pack_logprobs(places: Sequence[TokenLogprobs | None] | None) -> PackedDicts | FlatLogprobs | None:
     """Return log-probabilities for a message; they come out of `unpack_logprobs` as they were."""
     if places is None or isinstance(places, FlatLogprobs):
         return places
-    entries = [item for place in places if place for item in place.items()]
-    return PackedLogprobs(
-        np.array([len(place) if place else 0 for place in places], np.int32),
-        np.array([token_id for token_id, _ in entries], np.int32),
-        np.array([NO_RANK if entry.rank is None else entry.rank for _, entry in entries], np.int32),
-        np.array([entry.logprob for _, entry in entries], np.float64),
-        [entry.decoded_token for _, entry in entries],
-    )
+    flat = FlatLogprobs()
+    for place in places:
+        entries = (place or {}).values()
+        ranks = [NO_RANK if entry.rank is None else entry.rank for entry in entries]
+        logprobs, texts = [entry.logprob for entry in entries], [entry.decoded_token for entry in entries]
+        flat.append([*(place or ())], logprobs, ranks, texts)
+    return PackedDicts(flat)
 
 
-def unpack_logprobs(packed: Any) -> Any:
-    if isinstance(packed, PackedLogprobs):
-        ranks = [None if rank == NO_RANK else rank for rank in packed.ranks.tolist()]
-        found = map(Logprob, packed.logprobs.tolist(), ranks, packed.texts)
-        entries = [*zip(packed.token_ids.tolist(), found, strict=True)]
-        counts = packed.counts.tolist()
-        return [dict(entries[end - count : end]) or None for count, end in zip(counts, accumulate(counts), strict=True)]
-    return packed
+def unpack_logprobs(packed: PackedDicts | FlatLogprobs | None) -> Any:
+    return [*packed.positions] if isinstance(packed, PackedDicts) else packed
 
 
 def pack_prompt_logprobs(found: Any) -> Any:

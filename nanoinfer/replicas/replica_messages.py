@@ -134,7 +134,7 @@ class Chunks(NamedTuple):
     columns: NDArray[np.int64]  # (num_chunks, 4): request id, sample, number of tokens, index in REASONS
     token_ids: NDArray[np.int32]
     texts: list[str]
-    logprobs: dict[int, Any]  # of chunks that have them: PackedLogprobs or FlatLogprobs
+    logprobs: dict[int, Any]  # of chunks that have them: PackedDicts or FlatLogprobs
 
 
 # -------- Packing and unpacking---------------------------------------------------------------------------------------

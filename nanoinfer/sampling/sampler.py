@@ -133,11 +133,11 @@ class Sampler:
         errors: dict[int, str] = {}
         if masks is not None:
             grammars = GrammarProcessor(masks.grammars, host_rows, self._mask_sender)
-            grammars.forbid_in_place(logits, first_id, spared={*filter(self._logprobs.wants_raw, grammars.masks)})
+            grammars.forbid_in_place(logits, first_id, spared={*filter(self._logprobs.wants_raw, grammars.by_row)})
             functions = UserFunctionProcessor(masks, host_rows, self.tp)
             token_sets = TokenSetProcessor(masks.token_sets, host_rows, self._mask_sender)
             processors = sorted([*self.processors, grammars, functions, token_sets], key=lambda one: one.stage)
-            masked, errors = functions.batch_idx_of.keys() | token_sets.masks.keys(), functions.errors
+            masked, errors = functions.by_row.keys() | token_sets.by_row.keys(), functions.errors
         copied = []
         if self._may_need_copy or masked:
             copied = [
