@@ -185,8 +185,14 @@ class AsyncMethods:
         """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
-        options = {"priority": priority, "on_error": on_error, "tokenization_kwargs": tokenization_kwargs}
-        prepare = partial(self.preparer.prepare, prompts, sampling_params, **options)
+        prepare: Prepare = partial(
+            self.preparer.prepare,
+            prompts,
+            sampling_params,
+            priority,
+            on_error=on_error,
+            tokenization_kwargs=tokenization_kwargs,
+        )
         prepare = await _with_grammars(prepare, sampling_params, len(prompts))
         with Progress(self.engine.metrics, len(prompts), use_tqdm) as progress:
             return RequestOutputs(await self._async_calls.complete(prepare, progress.show, on_finish))

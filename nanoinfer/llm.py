@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.control.step_events import StepCallback
-from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.interfaces import Action, Engine
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.garbage import rare_collections

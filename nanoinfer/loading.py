@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.control.run_trace import EventSource, RunTrace
 from nanoinfer.control.step_events import StepCallback, StepCallbacks
-from nanoinfer.control.weight_control import WeightControl
+from nanoinfer.control.weight_control import Control, WeightControl
 from nanoinfer.device import host_array
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -99,16 +99,6 @@ class FoundModel:
             grammar_timeout=self.config.grammar_timeout,
             **options,
         )
-
-
-class Control(Protocol):
-    """Does what a trainer asks for between rounds of sampling: a WeightControl, or one for several engines."""
-
-    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None: ...
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake_up(self, tags: Collection[str] | None) -> None: ...
 
 
 class Callbacks(Protocol):

@@ -33,7 +33,7 @@ STEP_DATA = {
     "engine.interfaces",
     "engine.row_options",
     "engine.token_masks",
-    "engine.extras.hidden_states_request",
+    "engine.hidden_states_request",
 }  # what engine and runner tell each other
 PLANNERS = EVERYBODY - {"device", "checkpoint"}  # what plans without PyTorch
 MAY_IMPORT: dict[str, set[str]] = {
@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "ops", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text", "engine.extras.prompt_logprobs", "engine.preparer"},
+    "scoring": EVERYBODY | {"text", "engine.prompt_logprobs", "engine.preparer"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},

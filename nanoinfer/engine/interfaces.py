@@ -4,12 +4,12 @@ import collections.abc as abc
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.packet import Packet
-from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
@@ -123,6 +123,53 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free the model and the cache."""
+
+
+class Action(Enum):
+    """What can be asked of a request at any moment. The step that comes next does it, as `Scheduler` says."""
+
+    ABORT = auto()
+    PAUSE = auto()
+    RESUME = auto()
+
+
+class ReservedIds:
+    """Numbers the requests of an engine: a call reserves ids when it begins, and queues as its prompts are prepared.
+
+    Requests that are not queued yet count as unfinished. What is asked of them meanwhile, such as an abort, is
+    remembered until they are queued.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._deferred: dict[int, list[Action]] = {}  # by reserved id
+
+    def __len__(self) -> int:
+        return len(self._deferred)
+
+    def reserve(self, count: int) -> range:
+        """Return the ids of so many new requests, which follow each other."""
+        first, self._next = self._next, self._next + count
+        ids = range(first, self._next)
+        self._deferred |= {request_id: [] for request_id in ids}
+        return ids
+
+    def release(self, ids: abc.Iterable[int]) -> None:
+        """Forget those of these ids whose requests were never queued."""
+        for request_id in ids:
+            self._deferred.pop(request_id, None)
+
+    def take(self, request_id: int) -> list[Action]:
+        """Take out the id of a request that is queued, or has ended; return what was asked of it before."""
+        return self._deferred.pop(request_id, [])
+
+    def defer(self, action: Action, request_id: int) -> bool:
+        """Remember an action on a request that is yet to be queued; False for any other. Safe at any moment."""
+        deferred = self._deferred.get(request_id)
+        if deferred is None:
+            return False
+        deferred.append(action)
+        return request_id in self._deferred  # another thread may have queued it just now
 
 
 class Engine(ABC):

@@ -13,11 +13,10 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
-from nanoinfer.engine.extras.extras import Extras
-from nanoinfer.engine.interfaces import Constraints, Engine, Runner, RunnerLimits, SampledStep
+from nanoinfer.engine.extras import Extras
+from nanoinfer.engine.interfaces import Action, Constraints, Engine, Runner, RunnerLimits, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
-from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRecord
+from nanoinfer.engine.hidden_states_request import HiddenStatesRecord
 from nanoinfer.engine.row_options import SamplingRecord, TokenBias, sampling_sections
 from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence

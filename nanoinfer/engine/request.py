@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs

@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.interfaces import Action, Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.preparer import Portions
-from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.text.arguments import OnFinish
 from nanoinfer.text.prompts import PreparedRequest

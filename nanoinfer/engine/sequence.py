@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import xxhash
 
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.stopping import Stopping, StopTokens
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ import torch
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.extras.hidden_states_request import PooledVectors
-from nanoinfer.engine.interfaces import SILENT, SampledStep
+from nanoinfer.engine.hidden_states_request import PooledVectors
+from nanoinfer.engine.interfaces import SILENT, Action, SampledStep
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.text.prompts import PreparedRequest
 

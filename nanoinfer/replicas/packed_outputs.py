@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
     CompletionOutput,

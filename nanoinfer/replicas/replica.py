@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.engine.reserved_ids import Action
+from nanoinfer.engine.interfaces import Action
 from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections

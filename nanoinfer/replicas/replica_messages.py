@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.blocks.partial_hits import num_common
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.reserved_ids import Action
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.interfaces import Action
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import (
     EngineMetrics,

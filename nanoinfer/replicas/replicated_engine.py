@@ -17,10 +17,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.interfaces import Action, Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
 from nanoinfer.executor.processes import Failure
 from nanoinfer.executor.shm_ring import Ring

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.extras.hidden_states_request import PoolerOutput
+from nanoinfer.engine.hidden_states_request import PoolerOutput
 from nanoinfer.engine.packet import Header, Packet, PacketSections, column, read_header, split_packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends

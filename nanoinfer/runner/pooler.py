@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.pooling_config import DenseConfig, PoolingConfig
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRecord, PooledVectors, PoolerOutput
+from nanoinfer.engine.hidden_states_request import ChunkStates, HiddenStatesRecord, PooledVectors, PoolerOutput
 from nanoinfer.engine.packet import Header, PacketSections, column
 from nanoinfer.errors import ModelError
 from nanoinfer.models.forward_step import ForwardStep

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
-from nanoinfer.engine.extras.hidden_states_request import ChunkStates
+from nanoinfer.engine.hidden_states_request import ChunkStates
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.pooling_calls import hidden_states as module

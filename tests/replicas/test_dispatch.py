@@ -2,7 +2,7 @@
 
 from array import array
 
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.replicas.dispatcher import FEW_TOKENS, PREFIX_TOKENS, Dispatcher, QueuedRequest, expected_work
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest

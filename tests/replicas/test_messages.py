@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nanoinfer import tiny_model_path
-from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.replicas.packed_outputs import pack_outputs, unpack_outputs

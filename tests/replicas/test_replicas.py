@@ -23,8 +23,8 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.batch.batch_job import run_batch
+from nanoinfer.engine.interfaces import ReservedIds
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.engine.reserved_ids import ReservedIds
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
 from nanoinfer.replicas.replica_messages import Call

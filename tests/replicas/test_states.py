@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, PoolingParams, RequestError, SamplingParams, tiny_model_path
-from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import ChunkStates, HiddenStatesRequest
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.pooling_outputs import PoolingRequestOutput

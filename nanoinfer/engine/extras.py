@@ -7,9 +7,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.extras.hidden_states_request import collect_states, hand_over_states
-from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
+from nanoinfer.engine.hidden_states_request import collect_states, hand_over_states
 from nanoinfer.engine.interfaces import Runner, SampledStep
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
