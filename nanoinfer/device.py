@@ -91,7 +91,7 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 def to_device(on_host: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to the device, for which nobody waits; return the tensor itself on a CPU.
+    """Start a copy to the device without waiting for it; return the tensor itself on a CPU.
 
     PyTorch keeps the pinned memory until the copy is done, so nothing can overwrite it before; that of `host_array` is
     for the caller to keep.
@@ -161,7 +161,7 @@ def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Capture what the block launches in a CUDA graph, which is not run. pool: the memory of other graphs, to share.
+    """Capture what the scope launches in a CUDA graph, which is not run. pool: the memory of other graphs, to share.
 
     It waits for the device. PyTorch allows one capture at a time in a process.
     """

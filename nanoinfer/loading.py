@@ -54,12 +54,12 @@ class FoundModel:
 
     def list_files(self) -> list[tuple[str, int, int]]:
         """Return name, bytes and time of the model's files: what tells other weights in the same folder."""
-        paths = filter(Path.exists, sorted(self.folder.iterdir()))  # of links, those that lead somewhere
+        paths = filter(Path.exists, sorted(self.folder.iterdir()))  # without dangling links
         found = ((path.name, path.stat()) for path in paths)
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
     def load_tokenizer(self) -> Tokenizer | None:
-        """Load the tokenizer; None where there is none. Slow, and safe to call beside the loading of weights."""
+        """Load the tokenizer; None where there is none. Slow, and safe to call while weights are loaded."""
         is_random = self.config.load_format == "dummy"  # random weights fit any tokenizer
         return load_tokenizer(self.tokenizer_folder, None if is_random else self.model_config.vocab_size)
 

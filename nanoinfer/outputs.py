@@ -155,7 +155,7 @@ class RequestMetrics:
     def of(
         cls, arrival_time: float, start_time: float | None, first_token_time: float | None, num_later: int
     ) -> "RequestMetrics":
-        """Return those of a request that ends now.
+        """Return the metrics of a request that ends now.
 
         start_time: when its first step was launched. first_token_time: when the host had that. num_later: how many
         tokens came after it. Times are of perf_counter; None for what did not happen.
@@ -273,7 +273,7 @@ def engine_html(engine: str, description: str, metrics: EngineMetrics) -> str:
     return html_table([["", engine], ["loaded", description], *done])
 
 
-# Fields of a RequestOutput that are those of its first completion.
+# Fields of a RequestOutput that it takes from its first completion.
 OF_FIRST = ("text", "token_ids", "finish_reason", "stop_reason", "error", "error_kind", "cumulative_logprob")
 
 

@@ -58,9 +58,9 @@ class LogLines:
 
 
 class NoBar(LogLines):
-    """Stands in for a bar that nobody wants to see.
+    """Stands in for a bar that is not to be shown.
 
-    A bar of tqdm that is disabled makes a semaphore all the same, and a worker, which ends at once, would not free it.
+    A disabled bar of tqdm still makes a semaphore, which a worker, as it ends at once, would not free.
     """
 
     def _write(self) -> None:
@@ -104,7 +104,7 @@ class Progress:
         self._bar = progress_bar(desc, unit, num_requests, use_tqdm, num_before)
 
     def show(self, num_finished: int) -> None:
-        if isinstance(self._bar, NoBar):  # called after each step, and nobody looks
+        if isinstance(self._bar, NoBar):  # called after each step, to no effect
             return
         now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)

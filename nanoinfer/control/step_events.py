@@ -27,7 +27,7 @@ StepCallback = Callable[[StepEvent], object]
 
 
 class StepCallbacks:
-    """Has functions called after each step of an engine. While there are none, nobody listens to the engine."""
+    """Has functions called after each step of an engine. Without functions, the engine has no listener."""
 
     def __init__(self, engine: LLMEngine, device: torch.device) -> None:
         self._engine, self._device = engine, device
@@ -49,7 +49,7 @@ class StepCallbacks:
         return end
 
     def events(self) -> "StepEventListener":
-        """Return what makes the events: new, where nobody listens."""
+        """Return the listener that makes the events; a new one where the engine has none."""
         scheduler = self._engine.scheduler
         if isinstance(scheduler.listener, StepEventListener):
             return scheduler.listener
@@ -111,7 +111,7 @@ class StepEventListener(Listener):
         self._launched: deque[OpenStep] = deque()  # the oldest first
         self._collected: deque[OpenStep] = deque()
         self._changes: list[RequestChange] = []  # since the last event
-        self._preempted: dict[int, Sequence] = {}  # by seq_id: those that wait to be computed again, or are paused
+        self._preempted: dict[int, Sequence] = {}  # by seq_id: sequences that wait to be recomputed, or are paused
 
     def arrived(self, seq: Sequence, time: float) -> None:
         self._changes.append(_change(seq, "arrived", time, seq.num_prompt_tokens))

@@ -94,14 +94,14 @@ class RoutedExperts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._final: dict[Sequence, tuple[list[int], int]] = {}  # blocks of those that have just finished, and tokens
+        self._final: dict[Sequence, tuple[list[int], int]] = {}  # blocks and computed tokens of finished ones
 
     def on_finish(self, seq: Sequence) -> None:
         """Note the blocks of a sequence that finishes, and how many tokens were computed."""
         self._final[seq] = seq.block_table.copy(), seq.num_computed_tokens
 
     def read(self, requests: Mapping[int, Request], finished: list[Sequence]) -> None:
-        """Start the copies for sequences that have just finished. Those that held no blocks get none."""
+        """Start the copies for sequences that have just finished. A sequence without blocks gets none."""
         for seq in finished:
             block_ids, num_computed_tokens = self._final.pop(seq, ([], 0))
             if self._runner.closed:  # it has forgotten them, and nothing more is handed over
@@ -133,4 +133,4 @@ def _add_prompt_logprobs(request: Request, start: int, arrays: list[NDArray[Any]
         ranks, token_ids, logprobs = arrays
         found.fill(start, ranks, token_ids, logprobs)
         if start + len(ranks) == seq.num_prompt_tokens:
-            seq.prompt_logprobs_start = None  # all have come; they are not wanted again if the prompt is computed again
+            seq.prompt_logprobs_start = None  # all have come: a recomputed prompt does not need them again

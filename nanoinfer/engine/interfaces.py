@@ -42,15 +42,14 @@ class Constraints(Protocol):
     def add_constraints(
         self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False
     ) -> None:
-        """Give requests, by index, their constraints; what is wrong with those of some is added to `errors`."""
+        """Give requests, by index, their constraints; add what is wrong with a constraint to `errors`."""
 
     def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
         """Return which tokens a step may draw. constraints: of each token that it draws, or None."""
 
 
 class SampledStep(Protocol):
-    """A step that a runner has sampled: what it has found beside the tokens. The engine reads `errors` alone, and
-    hands the rest to `Extras`."""
+    """Holds what a sampled step yields besides tokens. The engine reads `errors`, and hands the rest to `Extras`."""
 
     @property
     def errors(self) -> abc.Mapping[int, str]:
@@ -113,13 +112,13 @@ class Runner(Protocol):
         """Return the token ids of a sampled step, once they are there."""
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> Any:
-        """Start to copy those of positions [start, end) of a sequence with these blocks; `to_array` waits for it."""
+        """Start to copy the experts of positions [start, end) of the sequence with these blocks; `to_array` waits."""
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def wake_up(self, tags: abc.Set[str]) -> None:
-        """Take the memory of these again; those that are awake stay so. With all awake, steps can run."""
+        """Take the memory of these tags again. Steps can run when all are awake."""
 
     def close(self) -> None:
         """Free the model and the cache."""
@@ -155,7 +154,7 @@ class ReservedIds:
         return ids
 
     def release(self, ids: abc.Iterable[int]) -> None:
-        """Forget those of these ids whose requests were never queued."""
+        """Forget the ids whose requests were never queued."""
         for request_id in ids:
             self._deferred.pop(request_id, None)
 
@@ -182,7 +181,7 @@ class Engine(ABC):
         self.config = config
         self.guard = StepGuard()
         self.reserved_ids = ReservedIds()
-        self._requests: dict[int, Any] = {}  # by id: those that were not handed over
+        self._requests: dict[int, Any] = {}  # by id, until they are handed over
         self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
 
     @abstractmethod
@@ -228,7 +227,7 @@ class Engine(ABC):
         return not (self.reserved_ids or self._requests)  # in this order: while a request is queued, it is in both
 
     def num_unfinished(self) -> int:
-        """Return how many requests have not been handed over, those that are yet to be queued included."""
+        """Return how many requests have not been handed over, including reserved ones."""
         return len(self._requests) + len(self.reserved_ids)
 
     @abstractmethod
@@ -237,7 +236,7 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self, request_ids: abc.Collection[int]) -> None:
-        """Drop these requests and what they hold; those that are finished are passed over."""
+        """Drop these requests and what they hold; finished ones are ignored."""
 
     @abstractmethod
     def num_only_paused(self) -> int:

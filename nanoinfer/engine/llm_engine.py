@@ -120,7 +120,7 @@ class LLMEngine(Engine):
             launched = launch and self._launch()
             self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
             if self.scheduler.is_finished():
-                self._collect_until(max_in_flight=0)  # launched before a stop was known: nobody needs its tokens
+                self._collect_until(max_in_flight=0)  # launched before a stop was known: its tokens are dropped
             try:
                 if launch and self._launches_early and not self._in_flight:
                     self._launch()  # rows are free now: the device computes while outputs are made
@@ -138,7 +138,7 @@ class LLMEngine(Engine):
             self.scheduler.listener.finished(self._finished.popleft())
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop these requests and what they hold; those that are finished are passed over."""
+        """Drop these requests and what they hold; finished ones are ignored."""
         self.act_later(Action.ABORT, request_ids)
         self._apply_actions()
         dropped = set(request_ids)

@@ -119,7 +119,7 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
 def join_sections(
     sections: Mapping[str, Any], num_prefill_tokens: int, num_samples: int, num_blocks: int, awaits_masks: bool = False
 ) -> Packet:
-    """Write a packet of these sections, by name; those that are left out are empty. The numbers: see Header."""
+    """Write a packet of these sections, by name; missing sections are empty. The numbers: see Header."""
     records = [sections.get(name, ()) for name in SECTION_DTYPES]
     numbers = [num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, records)]
     parts = [np.array(one, dtype) for one, dtype in zip(records, SECTION_DTYPES.values(), strict=True) if len(one)]
@@ -164,13 +164,12 @@ def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
     """Return the sections that tell of newly admitted sequences."""
     asking = [(seq, seq.hidden_states_request) for seq in admitted if seq.hidden_states_request is not None]
     return {
-        "row_records": [_row_record(seq) for seq in admitted],
+        "row_records": [
+            RowRecord(seq.held_row, len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
+            for seq in admitted
+        ],
         "known_tokens": np.concatenate([np.frombuffer(seq.token_ids, np.int32) for seq in admitted]),
         "hidden_states_records": [request.record(seq.held_row, seq.num_prompt_tokens) for seq, request in asking],
         "wanted_layers": [layer for _, request in asking for layer in request.layers],
         **sampling_sections(admitted),
     }
-
-
-def _row_record(seq: Sequence) -> RowRecord:
-    return RowRecord(seq.held_row, len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))

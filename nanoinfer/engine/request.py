@@ -25,7 +25,7 @@ from nanoinfer.text.completion_text import CompletionText
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """What the engine keeps of one sample of a request beside its sequence."""
+    """Holds what the engine keeps of one sample of a request besides its sequence."""
 
     seq: Sequence
     new_text: Callable[[], CompletionText]  # called once

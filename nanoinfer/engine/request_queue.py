@@ -40,7 +40,7 @@ class Inbox:
         self.outputs: list[RequestOutput] = []
         self.chunks: deque[StreamChunk] = deque()
         self.is_stream = is_stream
-        self.is_abandoned = False  # whether nobody waits for the rest
+        self.is_abandoned = False  # whether its caller has stopped waiting
 
     @property
     def is_complete(self) -> bool:
@@ -49,27 +49,6 @@ class Inbox:
 
     def unfinished_ids(self) -> set[int]:
         return self.request_ids - {output.request_id for output in self.outputs}
-
-
-class PausedWait:
-    """Keeps a call from running empty steps, and warns once each time that only paused requests are left for long."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None  # perf_counter
-        self._has_warned = False
-
-    def wait(self, num_only_paused: int, seconds: float) -> None:
-        """Wait so long if only paused requests are left. num_only_paused: how many these are; 0 if there are others."""
-        if not num_only_paused:
-            self._since, self._has_warned = None, False
-            return
-        time.sleep(seconds)
-        now, since = time.perf_counter(), self._since  # read once: other threads wait, too
-        if since is None:
-            self._since = now
-        elif not self._has_warned and now - since > PATIENCE_SECONDS:
-            self._has_warned = True
-            logger.warning("only paused requests are left (%d); resume or abort them", num_only_paused)
 
 
 class RequestQueue:
@@ -85,7 +64,8 @@ class RequestQueue:
         # A full running set, and as many that wait: rows are refilled from them in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
-        self._paused_wait = PausedWait()
+        self._only_paused_since: float | None = None  # perf_counter; None while other requests are left
+        self._has_warned = False
 
     def complete(
         self, portions: Portions, show: Callable[[int], object], on_finish: OnFinish | None = None
@@ -141,7 +121,7 @@ class RequestQueue:
 
     def step(self) -> None:
         """Run one step, or let another thread run its own. What finishes is in the inboxes then."""
-        self._paused_wait.wait(self.engine.num_only_paused(), TURN_SECONDS)
+        self._wait_while_paused()
         with postponed_interrupt():  # also of the lock, which has to be released
             if self.lock.acquire(timeout=TURN_SECONDS):
                 try:
@@ -177,3 +157,17 @@ class RequestQueue:
         with self.lock:
             self.engine.check_open(is_for_steps=False)  # a trainer calls it while the cache sleeps
             self.engine.reset_prefix_cache()
+
+    def _wait_while_paused(self) -> None:
+        """Wait a moment if only paused requests are left; warn once if that lasts."""
+        num_only_paused = self.engine.num_only_paused()
+        if not num_only_paused:
+            self._only_paused_since, self._has_warned = None, False
+            return
+        time.sleep(TURN_SECONDS)
+        now, since = time.perf_counter(), self._only_paused_since  # read once: other threads wait, too
+        if since is None:
+            self._only_paused_since = now
+        elif not self._has_warned and now - since > PATIENCE_SECONDS:
+            self._has_warned = True
+            logger.warning("only paused requests are left (%d); resume or abort them", num_only_paused)

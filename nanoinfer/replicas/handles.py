@@ -82,7 +82,7 @@ class ReplicaCallbacks:
 
     def __init__(self) -> None:
         self._arrived: deque[StepEvent] = deque()
-        self._changes: dict[int, list[RequestChange]] = {}  # by replica: those of no event so far
+        self._changes: dict[int, list[RequestChange]] = {}  # by replica: changes that no event has brought yet
         self._callbacks: list[StepCallback] = []
 
     @property

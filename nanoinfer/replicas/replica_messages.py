@@ -206,9 +206,9 @@ def common_prefixes(prompts: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
     for prompt in prompts:
         alike.setdefault(prompt[: 4 * PREFIX_TOKENS], []).append(prompt)
     prefixes, places = [b""], dict.fromkeys(alike, 0)
-    for beginning, those in alike.items():
-        if len(those) > 1 and len(beginning) == 4 * PREFIX_TOKENS:
-            first, last = min(those), max(those)
+    for beginning, sharers in alike.items():
+        if len(sharers) > 1 and len(beginning) == 4 * PREFIX_TOKENS:
+            first, last = min(sharers), max(sharers)
             places[beginning] = len(prefixes)
             prefixes.append(first[: 4 * num_common(first, last)])
     return prefixes, [places[prompt[: 4 * PREFIX_TOKENS]] for prompt in prompts]
@@ -224,7 +224,7 @@ class ReceivedRequest(NamedTuple):
 
 
 def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[ReceivedRequest]:
-    """Return the requests; those whose sampling parameters cannot be read here have an error.
+    """Return the requests; one whose sampling parameters cannot be read here has an error.
 
     to_output: what each HiddenStatesRequest gets as its `to_output`.
     """

@@ -92,7 +92,7 @@ class ReplicatedEngine(Engine):
         self._tokenizer = tokenizer
         self._requests: dict[int, UnfinishedRequest] = {}
         self._paused: set[int] = set()  # unfinished requests
-        self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
+        self._held_back: dict[int, QueuedRequest] = {}  # paused requests that are on no replica
         self._aborting: set[int] = set()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
@@ -136,7 +136,7 @@ class ReplicatedEngine(Engine):
         self.callbacks.call()
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop these requests at once; those that are finished are passed over."""
+        """Drop these requests at once; finished ones are ignored."""
         on_replicas: dict[int, list[int]] = {}
         for request_id in request_ids:
             found = self._requests.get(request_id)
@@ -289,7 +289,7 @@ class ReplicatedEngine(Engine):
                 self._aborting.add(request_id)
                 self._paused.discard(request_id)
                 if self._held_back.pop(request_id, None) or self.dispatcher.remove(request_id):
-                    replica = self.dispatcher.give(queued)  # which knows what the output of such a request is
+                    replica = self.dispatcher.give(queued)  # which makes the output of an aborted request
                     self._send_requests(self.replicas[replica], [found], are_aborted=True)
                     continue
             if queued.replica is not None:
@@ -362,7 +362,7 @@ class ReplicatedEngine(Engine):
         replica.connection.close()
         replica.workers.close(patience=0.0)
         replica.metrics.num_used_blocks = replica.metrics.num_blocks = 0
-        self.ring.num_read[replica.index] = 2**62  # nobody waits for it
+        self.ring.num_read[replica.index] = 2**62  # the writer waits for it no more
         if not self.alive():
             raise WorkerError(str(end))
         lost = [one for one in self._requests.values() if one.queued.replica == replica.index]

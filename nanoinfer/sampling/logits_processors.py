@@ -36,7 +36,7 @@ def read_options(sections: PacketSections, names: tuple[str, ...]) -> Tensor:
 
 
 class Stage(IntEnum):
-    """When a processor acts, the first ones first. Raw log-probabilities are those before all of them."""
+    """Orders the processors. Raw log-probabilities are taken before all of them."""
 
     GRAMMARS = auto()
     BIASES = auto()
@@ -135,7 +135,7 @@ class Penalties(RowProcessor):
         places = self.places(host_rows)
         if len(places) == len(host_rows):
             return penalise(logits.float(), *(table[rows] for table in tables))
-        # In the tables, a row without penalties may still have those of the sequence that was there before.
+        # In the tables, a row without penalties may still have the penalties of its last sequence.
         some = numbers_to_device(places, logits.device)
         penalised = penalise(logits[some].float(), *(table[rows[some]] for table in tables))
         return logits.float().index_copy(0, some, penalised)

@@ -22,7 +22,7 @@ from nanoinfer.sampling.logits_processors import LogitsProcessor, Stage
 
 
 class MaskSender:
-    """Copies masks to the device on a stream of its own, beside the forward pass, and from there to the other ranks."""
+    """Copies masks to the device on a stream of its own, during the forward pass, and from there to the other ranks."""
 
     def __init__(self, vocab_size: int, device: torch.device, tp: TensorParallel) -> None:
         self.num_words = -(-vocab_size // 32)  # of a mask

@@ -31,7 +31,7 @@ from nanoinfer.sampling.sample_logprobs import SampleLogprobs, SampleLogprobsRea
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
 NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight
-NUM_MASKS = 4  # for all rows: those of grammars and of token sets, of two steps
+NUM_MASKS = 4  # for all rows: masks of grammars and of token sets, of two steps
 
 
 class PromptSpan(NamedTuple):
@@ -43,7 +43,7 @@ class PromptSpan(NamedTuple):
 
 
 class SpanLogprobs(NamedTuple):
-    """Log-probabilities of prompts' tokens, those of all spans end to end."""
+    """Holds log-probabilities of prompts' tokens, all spans end to end."""
 
     spans: list[PromptSpan]
     logprobs: LogprobsTensors
@@ -244,7 +244,7 @@ class Sampler:
     def _process(
         self, logits: Tensor, rows: Tensor, host_rows: list[int], processors: Sequence[LogitsProcessor]
     ) -> Tensor:
-        """Return whole logits (num_rows, vocab_size) as the processors change them; those given stay as they are."""
+        """Return whole logits (num_rows, vocab_size) as the processors change them; the given tensor stays as it is."""
         for processor in processors:
             if any(map(processor.wants, host_rows)):
                 logits = processor.apply(logits, rows, host_rows)
