@@ -14,6 +14,7 @@ import numpy as np
 from nanoinfer import SamplingParams
 from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.interfaces import Recipient
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.outputs import EngineMetrics
@@ -59,7 +60,7 @@ def measure(load: Load, num_replicas: int = 8) -> dict[str, float]:
         connection.recv()  # the stubs are ready
     inbox, before = Inbox(), process_time()
     for request_id, request in zip(engine.reserved_ids.reserve(len(requests)), requests, strict=True):
-        engine.add_request(request_id, request, inbox.outputs)
+        engine.add_request(request_id, request, Recipient(inbox.outputs))
         inbox.request_ids.add(request_id)
     queued = process_time()
     while not inbox.is_complete:

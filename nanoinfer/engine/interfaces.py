@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interrupts import StepGuard
@@ -14,7 +14,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks
+from nanoinfer.outputs import EngineMetrics, StreamChunk, failed_chunks
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors
@@ -171,6 +171,14 @@ class ReservedIds:
         return request_id in self._deferred  # another thread may have queued it just now
 
 
+class Recipient(NamedTuple):
+    """Says where a step puts the output of a request, and what is new of its stream."""
+
+    outputs: list[Any]
+    chunks: deque[StreamChunk] | None = None  # None if it is not streamed
+    prompt_index: int = 0  # in the stream
+
+
 class Engine(ABC):
     """Takes requests and runs them in steps: the base of LLMEngine, and of several of them behind one.
 
@@ -185,32 +193,14 @@ class Engine(ABC):
         self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
 
     @abstractmethod
-    def add_request(
-        self,
-        request_id: int,
-        prepared: PreparedRequest,
-        outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None = None,
-        index: int = 0,
-    ) -> None:
-        """Queue a request; one that has an error ends with it at once.
+    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+        """Queue a request under a reserved id, on which its draws depend; one with an error ends with it at once."""
 
-        request_id: a reserved one; draws depend on it. outputs_to: where a step puts its output. chunks: where a stream
-        finds what is new of it, under this `index`.
-        """
-
-    def _refuse(
-        self,
-        request_id: int,
-        prepared: PreparedRequest,
-        outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None,
-        index: int,
-    ) -> None:
-        """End a request that has an error, as `add_request` does."""
-        outputs_to.append(prepared.refusal(request_id))
-        if chunks is not None:
-            chunks.extend(failed_chunks(request_id, index, range(prepared.sampling_params.n)))
+    def _refuse(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+        """End a request that has an error."""
+        to.outputs.append(prepared.refusal(request_id))
+        if to.chunks is not None:
+            to.chunks.extend(failed_chunks(request_id, to.prompt_index, range(prepared.sampling_params.n)))
         self.reserved_ids.take(request_id)
 
     def act_later(self, action: Action, request_ids: abc.Iterable[int]) -> None:

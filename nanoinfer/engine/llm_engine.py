@@ -14,7 +14,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.extras import Extras
-from nanoinfer.engine.interfaces import Action, Constraints, Engine, Runner, RunnerLimits, SampledStep
+from nanoinfer.engine.interfaces import Action, Constraints, Engine, Recipient, Runner, RunnerLimits, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
@@ -22,7 +22,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk
+from nanoinfer.outputs import EngineMetrics, RequestOutput
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
@@ -78,21 +78,14 @@ class LLMEngine(Engine):
         self._requests: dict[int, Request] = {}
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
 
-    def add_request(
-        self,
-        request_id: int,
-        prepared: PreparedRequest,
-        outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None = None,
-        index: int = 0,
-    ) -> None:
-        """Queue a request; see Engine."""
+    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+        """Queue a request; one that has an error ends with it at once."""
         self.guard.check()
         if prepared.error is not None:
-            self._refuse(request_id, prepared, outputs_to, chunks, index)
+            self._refuse(request_id, prepared, to)
             return
         params = prepared.sampling_params
-        request = Request(request_id, prepared.prompt, [], outputs_to)
+        request = Request(request_id, prepared.prompt, [], to)
         ids, packed, priority = prepared.token_ids, prepared.packed_ids, prepared.priority
         for sample in range(params.n):
             seed = seed_of(params, self.config.seed, request_id, sample)
@@ -100,7 +93,7 @@ class LLMEngine(Engine):
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
             new_text = partial(completion_text, self.tokenizer, params, ids)
-            request.completions.append(Completion(seq, new_text, chunks, index))
+            request.completions.append(Completion(seq, new_text, to.chunks, to.prompt_index))
         self.extras.start(request, prepared)
         self._requests[request_id] = request
         for completion in request.completions:
@@ -133,7 +126,7 @@ class LLMEngine(Engine):
         while self._finished:  # one at a time, so that an error in one loses no other
             output = self._output(self._finished[0])
             if output is not None:
-                self._requests[output.request_id].outputs_to.append(output)
+                self._requests[output.request_id].to.outputs.append(output)
                 del self._requests[output.request_id]  # now: until its output is there, it counts as unfinished
             self.scheduler.listener.finished(self._finished.popleft())
 

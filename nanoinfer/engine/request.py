@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.interfaces import Recipient
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
@@ -132,7 +133,7 @@ class Request:
     request_id: int
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
-    outputs_to: list[RequestOutput]  # where its output is put
+    to: Recipient
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states_request: HiddenStatesRequest | None = None
     arrival_time: float = field(default_factory=time.perf_counter)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from nanoinfer.engine.interfaces import Action, Engine
+from nanoinfer.engine.interfaces import Action, Engine, Recipient
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.outputs import RequestOutput, StreamChunk
@@ -111,7 +111,7 @@ class RequestQueue:
             chunks = inbox.chunks if inbox.is_stream else None
             try:
                 for index, (request, request_id) in enumerate(zip(requests, ids, strict=True)):
-                    self.engine.add_request(request_id, request, inbox.outputs, chunks, index)
+                    self.engine.add_request(request_id, request, Recipient(inbox.outputs, chunks, index))
                     inbox.request_ids.add(request_id)
             finally:
                 reserved.release(ids)

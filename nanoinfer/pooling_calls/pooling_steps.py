@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.hidden_states_request import PooledVectors
-from nanoinfer.engine.interfaces import SILENT, Action, SampledStep
+from nanoinfer.engine.interfaces import SILENT, Action, Recipient, SampledStep
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
@@ -152,7 +152,7 @@ class PoolingSteps:
         outputs: list[Any] = []
         try:
             with self._lock, postponed_interrupt():
-                self._engine.add_request(request_id, request, outputs)
+                self._engine.add_request(request_id, request, Recipient(outputs))
             while not outputs:
                 with self._lock, postponed_interrupt():
                     self._engine.step()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.engine.interfaces import Action
+from nanoinfer.engine.interfaces import Action, Recipient
 from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
@@ -202,8 +202,8 @@ class Replica:
                     raise message
                 case list():
                     for request_id, prepared, is_streamed, is_aborted in message:
-                        chunks = self._chunks if is_streamed else None
-                        self._engine.add_request(request_id, prepared, self._outputs, chunks)
+                        to = Recipient(self._outputs, self._chunks if is_streamed else None)
+                        self._engine.add_request(request_id, prepared, to)
                         if is_aborted:
                             self._engine.act_later(Action.ABORT, [request_id])
                 case Act(action, request_ids):

@@ -17,13 +17,13 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interfaces import Action, Engine
+from nanoinfer.engine.interfaces import Action, Engine, Recipient
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
 from nanoinfer.executor.processes import Failure
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamChunk, failed_chunks
+from nanoinfer.outputs import CompletionOutput, RequestOutput, failed_chunks
 from nanoinfer.replicas.dispatcher import Dispatcher, QueuedRequest, expected_work
 from nanoinfer.replicas.handles import ReplicaCallbacks, ReplicaHandle, ReplicaMetrics, end_replicas, sum_metrics
 from nanoinfer.replicas.packed_outputs import unpack_chunks, unpack_outputs
@@ -59,9 +59,7 @@ class UnfinishedRequest:
     """A request that was not returned, and where its output goes."""
 
     queued: QueuedRequest
-    outputs_to: list[RequestOutput]
-    chunks: deque[StreamChunk] | None
-    index: int  # of its prompt in the stream
+    to: Recipient
     arrival_time: float = field(default_factory=time.perf_counter)
     sent: float = 0.0
     streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk
@@ -103,21 +101,14 @@ class ReplicatedEngine(Engine):
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
 
-    def add_request(
-        self,
-        request_id: int,
-        prepared: PreparedRequest,
-        outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None = None,
-        index: int = 0,
-    ) -> None:
-        """Queue a request; see Engine."""
+    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+        """Queue a request; one that has an error ends with it at once."""
         self.guard.check()
         if prepared.error is not None:
-            self._refuse(request_id, prepared, outputs_to, chunks, index)
+            self._refuse(request_id, prepared, to)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
-        self._requests[request_id] = UnfinishedRequest(queued, outputs_to, chunks, index)
+        self._requests[request_id] = UnfinishedRequest(queued, to)
         self.dispatcher.add(queued)
         self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
@@ -263,7 +254,7 @@ class ReplicatedEngine(Engine):
         for request in requests:
             request.sent = now
         queued = [request.queued for request in requests]
-        replica.send(pack_requests(queued, [request.chunks is not None for request in requests], are_aborted))
+        replica.send(pack_requests(queued, [request.to.chunks is not None for request in requests], are_aborted))
 
     def _apply_actions(self) -> None:
         """Do what was asked for by `act_later`, in its order."""
@@ -304,7 +295,7 @@ class ReplicatedEngine(Engine):
                 waited = [one.sent - one.arrival_time if one else 0.0 for one in ours]
                 for one, output in zip(ours, unpack_outputs(message, queued, waited, self._tokenizer), strict=True):
                     if one is not None and output is not None:
-                        one.outputs_to.append(output)
+                        one.to.outputs.append(output)
                         self._forget(one)  # now: until its output is there, it counts as unfinished
             case Chunks():
                 self._hand_on(message)
@@ -322,11 +313,12 @@ class ReplicatedEngine(Engine):
     def _hand_on(self, message: Chunks) -> None:
         """Give the chunks of a replica to the streams that wait for them."""
         ids = {*message.columns[:, 0].tolist()} & self._requests.keys()
-        for chunk in unpack_chunks(message, {request_id: self._requests[request_id].index for request_id in ids}):
+        index_of = {request_id: self._requests[request_id].to.prompt_index for request_id in ids}
+        for chunk in unpack_chunks(message, index_of):
             found = self._requests[chunk.request_id]
             found.streamed[chunk.sample] = chunk.finish_reason is not None
-            if found.chunks is not None:
-                found.chunks.append(chunk)
+            if found.to.chunks is not None:
+                found.to.chunks.append(chunk)
 
     def _forget(self, request: UnfinishedRequest) -> None:
         request_id = request.queued.request_id
@@ -389,11 +381,11 @@ class ReplicatedEngine(Engine):
     def _end_with_error(self, request: UnfinishedRequest, error: str) -> None:
         prepared, request_id = request.queued.prepared, request.queued.request_id
         samples = range(prepared.sampling_params.n)
-        if request.chunks is not None:
+        if request.to.chunks is not None:
             left = (sample for sample in samples if not request.streamed.get(sample))
-            request.chunks.extend(failed_chunks(request_id, request.index, left))
+            request.to.chunks.extend(failed_chunks(request_id, request.to.prompt_index, left))
         outputs = [
             CompletionOutput(sample, "", [], "error", error=error, error_kind="worker_ended") for sample in samples
         ]
-        request.outputs_to.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
+        request.to.outputs.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
         self._forget(request)
