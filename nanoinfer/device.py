@@ -127,20 +127,6 @@ def host_array(shape: tuple[int, ...], device: torch.device) -> NDArray[np.int32
     return array
 
 
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """Let PyTorch use `count` CPU threads in this scope; None leaves the number as it is."""
-    if count is None:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def num_step_threads(model: Any, device: torch.device) -> int | None:
     """Return how many CPU threads the steps of a model have; None leaves the number as it is."""
     is_small = device.type == "cpu" and sum(param.numel() for param in model.parameters()) < MIN_THREADED_PARAMETERS
@@ -149,14 +135,21 @@ def num_step_threads(model: Any, device: torch.device) -> int | None:
 
 @contextmanager
 def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
-    """Compute without gradients on this device, and with so many threads on a CPU, for a scope.
+    """Compute without gradients on this device in a scope, on a CPU with so many threads; None leaves their number.
 
     Autocasting, which a trainer may have turned on around a call, is off in it: the engine chooses its own dtypes.
     """
     casts = torch.is_autocast_enabled(device.type)
     plain = torch.autocast(device.type, enabled=False) if casts else nullcontext()
-    with torch.inference_mode(), current_device(device), cpu_threads(num_threads), plain:
-        yield
+    num_before = torch.get_num_threads()
+    with torch.inference_mode(), current_device(device), plain:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        try:
+            yield
+        finally:
+            if num_threads is not None:
+                torch.set_num_threads(num_before)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
@@ -187,7 +188,7 @@ class LLMEngine(Engine):
             return False
         try:
             self._note_admissions(batch, started)
-            is_constrained = any(seq.constraint for seq in batch.sampled)
+            is_constrained = any(map(attrgetter("constraint"), batch.sampled))
             self.scheduler.listener.launching(batch, started)
             launched = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None

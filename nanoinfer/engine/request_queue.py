@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from nanoinfer.engine.interfaces import Action, Engine, Recipient
 from nanoinfer.engine.interrupts import postponed_interrupt
@@ -95,7 +96,7 @@ class RequestQueue:
         finally:
             self.engine.reserved_ids.release(ids)
             self.drop(inbox)
-        return sorted(inbox.outputs, key=lambda output: output.request_id)
+        return sorted(inbox.outputs, key=attrgetter("request_id"))
 
     def add_requests(
         self, requests: Sequence[PreparedRequest], inbox: Inbox, request_ids: Sequence[int] | None = None

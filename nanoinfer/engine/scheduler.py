@@ -22,6 +22,7 @@ arrived before all that still wait.
 import heapq
 from collections.abc import Callable
 from itertools import chain
+from operator import attrgetter
 
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
@@ -270,7 +271,7 @@ class Scheduler:
         # The step has room left, and waiting would save too little to leave it empty: none is passed over now.
         if budget > 0 and 0 < passed_over.num_saved < self.min_awaited_in_all:
             self._admit(batch, budget, PassedOver(max_prompts=0))
-        batch.prefill.sort(key=lambda chunk: not chunk.samples)
+        batch.prefill.sort(key=attrgetter("samples"), reverse=True)  # stable: the others keep their order
         return batch, False
 
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
