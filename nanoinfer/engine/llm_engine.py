@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
 from nanoinfer.outputs import EngineMetrics, RequestOutput
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.tokenizer import Tokenizer, completion_text
+from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
 
@@ -93,8 +92,7 @@ class LLMEngine(Engine):
             seq = Sequence(self._num_sequences, ids, params, seed, priority, request_id, sample, packed_ids=packed)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            new_text = partial(completion_text, self.tokenizer, params, ids)
-            request.completions.append(Completion(seq, new_text, to.chunks, to.prompt_index))
+            request.completions.append(Completion(seq, self.tokenizer, to))
         self.extras.start(request, prepared)
         self._requests[request_id] = request
         for completion in request.completions:
@@ -299,7 +297,7 @@ class LLMEngine(Engine):
         request = self._requests[seq.request_id]
         completion = request.completions[seq.sample]
         self.extras.complete(completion)
-        output = completion.finish(self.tokenizer.eos_token_id if self.tokenizer else None)
+        output = completion.finish()
         if output.error:
             logger.warning("request %d ends in an error: %s", seq.request_id, output.error)
         return request.output()

@@ -108,7 +108,7 @@ class ParallelRunner:
         try:
             # Not by a blocking wait: a step never ends if another rank is gone.
             deadline = time.monotonic() + STEP_SECONDS
-            while not (handle.is_done() or self._workers.have_failed):
+            while not (handle.is_done() or self._workers.failure):
                 if time.monotonic() > deadline:
                     raise WorkerError(
                         f"a step of tensor_parallel_size={self._workers.size} did not end within {STEP_SECONDS:g} s: a "

@@ -82,11 +82,8 @@ def run_replica(
         error.__cause__ = error.__context__ = None
         sender.send(Reply(error, None))
         return
-    dtype = str(loaded.info.dtype).removeprefix("torch.")
     texts = [str(one.message) for one in given if one.category is UserWarning]
-    sender.send(
-        Ready(loaded.max_model_len, str(loaded.info.device), dtype, loaded.info.description, loaded.seconds, texts)
-    )
+    sender.send(Ready(loaded.max_model_len, loaded.info, loaded.seconds, texts))
     replica = Replica(loaded, connection, sender, RingReader(ring, index, link))
     replica.run()
     loaded.engine.close()

@@ -22,6 +22,7 @@ from nanoinfer.outputs import (
     StepEvent,
 )
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
+from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -76,10 +77,8 @@ class Ready(NamedTuple):
     """A replica has loaded the model."""
 
     max_model_len: int
-    device: str
-    dtype: str  # as in EngineConfig
-    description: str
-    seconds: dict[str, float]
+    info: RunnerInfo
+    seconds: dict[str, float]  # of each part of loading
     warnings: list[str]
 
 

@@ -25,7 +25,6 @@ from nanoinfer.replicas.handles import ReplicaHandle, end_replicas
 from nanoinfer.replicas.replica import run_replica
 from nanoinfer.replicas.replica_messages import Logged, Ready, Reply
 from nanoinfer.replicas.replicated_engine import ReplicatedEngine
-from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors, for_each_params
@@ -107,12 +106,10 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
     prompt_processor = found.make_prompt_processor(tokenizer, max_model_len)
     constraints = found.make_constraints(CheckedConstraints, tokenizer, prompt_processor)
     queue = RequestQueue(engine)
-    info = RunnerInfo(
-        torch.device(ready[0].device),
-        getattr(torch, ready[0].dtype),
-        f"{size} replicas, each with {ready[0].description}",
-        max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values())),
-    )
+    first = ready[0].info
+    longest = max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values()))
+    description = f"{size} replicas, each with {first.description}"
+    info = replace(first, description=description, start_seconds=longest)
     return LoadedEngine(
         engine=engine,
         queue=queue,
