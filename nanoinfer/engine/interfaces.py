@@ -118,7 +118,7 @@ class Runner(Protocol):
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def wake_up(self, tags: abc.Set[str]) -> None:
-        """Take the memory of these tags again. Steps can run when all are awake."""
+        """Take the memory of these tags again; awake ones stay as they are. Steps can run when all are awake."""
 
     def close(self) -> None:
         """Free the model and the cache."""

@@ -39,9 +39,9 @@ class QueuedRequest:
     @property
     def num_seqs(self) -> float:
         """How many sequences it counts as: half its samples if it is pooled or short, and so leaves its row soon."""
-        states, params = self.prepared.hidden_states_request, self.prepared.sampling_params
+        wanted, params = self.prepared.hidden_states_request, self.prepared.sampling_params
         is_short = params.max_tokens is not None and params.max_tokens <= SHORT_ANSWER_TOKENS
-        return params.n * 0.5 if is_short or (states is not None and states.pools) else params.n
+        return params.n * 0.5 if is_short or (wanted is not None and wanted.pools) else params.n
 
     @property
     def priority(self) -> int:

@@ -77,23 +77,23 @@ def unpack_outputs(
     requests: those of the message, in its order. waited: seconds that each waited in the parent before it was sent.
     tokenizer: makes the texts of prompts' tokens.
     """
-    ids, lines = message.token_ids.tolist(), zip(message.samples.tolist(), message.texts, strict=True)
+    ids, samples_left = message.token_ids.tolist(), zip(message.samples.tolist(), message.texts, strict=True)
     found: list[RequestOutput | None] = []
-    rows = zip(message.requests.tolist(), message.times.tolist(), requests, waited, strict=True)
-    line = end = 0
-    for row, ((_, num_cached_tokens, num_samples), times, request, seconds) in enumerate(rows):
+    lines = zip(message.requests.tolist(), message.times.tolist(), requests, waited, strict=True)
+    sample_line = end = 0
+    for line, ((_, num_cached_tokens, num_samples), times, request, seconds) in enumerate(lines):
         samples = []
         for index in range(num_samples):
-            (count, reason), text = next(lines)
+            (count, reason), text = next(samples_left)
             start, end = end, end + count
-            stop_reason, logprobs, *others = message.others.get(line, NO_OTHERS)
-            line += 1
+            stop_reason, logprobs, *others = message.others.get(sample_line, NO_OTHERS)
+            sample_line += 1
             ends = REASONS[reason], stop_reason, unpack_logprobs(logprobs), *others
             samples.append(CompletionOutput(index, text, ids[start:end], *ends))
         if request is None:
             found.append(None)
             continue
-        of_prompt = message.prompt_logprobs.get(row)
+        of_prompt = message.prompt_logprobs.get(line)
         queue_time, first, per_token = (None if math.isnan(time) else time for time in times)
         output = RequestOutput(
             request_id=request.request_id,
@@ -108,8 +108,8 @@ def unpack_outputs(
             ),
             prompt_logprobs=unpack_prompt_logprobs(of_prompt, request.prepared, tokenizer),
         )
-        if row in message.states:
-            output = with_states(output, request.prepared.hidden_states_request, message.states[row])
+        if line in message.hidden_states:
+            output = with_states(output, request.prepared.hidden_states_request, message.hidden_states[line])
         found.append(output)
     return found
 

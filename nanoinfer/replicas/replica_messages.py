@@ -40,7 +40,9 @@ class Requests(NamedTuple):
     token_ids: NDArray[np.int32]  # of all prompts after their prefix, one after the other
     params: list[bytes]  # each pickled by itself: a replica may not be able to read functions, and classes of users
     which_params: NDArray[np.int32]  # (num_requests,) index in `params`
-    states: dict[int, HiddenStatesRequest]  # of requests that want hidden states or are pooled, by their line
+    hidden_states_requests: dict[
+        int, HiddenStatesRequest
+    ]  # of requests that want hidden states or are pooled, by their line
     are_aborted: bool  # before they have computed anything
 
 
@@ -124,7 +126,7 @@ class Outputs(NamedTuple):
     texts: list[str]  # of each sample
     others: dict[int, tuple[Any, ...]]  # by sample, if it has any: its last fields, from stop_reason on
     prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: arrays, whose texts the parent makes
-    states: dict[int, Any]  # of requests that want hidden states or are pooled, by their line: PackedStates
+    hidden_states: dict[int, Any]  # of requests that want hidden states or are pooled, by their line: PackedStates
 
 
 class Chunks(NamedTuple):
@@ -143,7 +145,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
     distinct, which_params = distinct_params([request.prepared.sampling_params for request in queued])
     prompts = [request.prompt for request in queued]
     prefixes, which_prefix = common_prefixes(prompts)
-    rows = [
+    lines = [
         (
             request.request_id,
             request.priority,
@@ -158,7 +160,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
     ]
     own = (prompt[len(prefixes[prefix]) :] for prompt, prefix in zip(prompts, which_prefix, strict=True))
     return Requests(
-        np.array(rows, np.int64),
+        np.array(lines, np.int64),
         prefixes,
         np.frombuffer(b"".join(own), np.int32),
         [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in distinct],
@@ -227,8 +229,8 @@ def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[Re
 
     to_output: what each HiddenStatesRequest gets as its `to_output`.
     """
-    for states in message.states.values():
-        states.to_output = to_output
+    for wanted in message.hidden_states_requests.values():
+        wanted.to_output = to_output
     params: list[SamplingParams] = []
     errors: dict[int, RequestError] = {}
     for pickled in message.params:
@@ -245,8 +247,8 @@ def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[Re
     token_ids = message.token_ids.tolist()
     packed = message.token_ids.tobytes()
     prefixes = [(np.frombuffer(prefix, np.int32).tolist(), prefix) for prefix in message.prefixes]
-    for line, (row, index) in enumerate(zip(message.columns.tolist(), message.which_params.tolist(), strict=True)):
-        request_id, priority, length, logprobs_start, n, is_text, is_streamed, which_prefix = row
+    for line, (numbers, index) in enumerate(zip(message.columns.tolist(), message.which_params.tolist(), strict=True)):
+        request_id, priority, length, logprobs_start, n, is_text, is_streamed, which_prefix = numbers
         start, end = end, end + length
         prefix, packed_prefix = prefixes[which_prefix]
         prepared = PreparedRequest(
@@ -256,7 +258,7 @@ def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[Re
             packed_ids=packed_prefix + packed[4 * start : 4 * end],
             priority=priority,
             prompt_logprobs_start=logprobs_start,
-            hidden_states_request=message.states.get(line),
+            hidden_states_request=message.hidden_states_requests.get(line),
             error=errors.get(index),
         )
         received.append(ReceivedRequest(request_id, prepared, bool(is_streamed), message.are_aborted))
