@@ -99,12 +99,14 @@ class Progress:
         num_before: int = 0,
         reads: str | None = None,
     ) -> None:
-        self._get_metrics, self._before, self._generates = get_metrics, get_metrics(), reads is None
-        desc, unit = ("Generating", "req") if reads is None else (reads, "text")
-        self._bar = progress_bar(desc, unit, num_requests, use_tqdm, num_before)
+        self._bar: Any = None
+        if use_tqdm:
+            self._get_metrics, self._before, self._generates = get_metrics, get_metrics(), reads is None
+            desc, unit = ("Generating", "req") if reads is None else (reads, "text")
+            self._bar = progress_bar(desc, unit, num_requests, use_tqdm, num_before)
 
     def show(self, num_finished: int) -> None:
-        if isinstance(self._bar, NoBar):  # called after each step, to no effect
+        if self._bar is None:  # called after each step
             return
         now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
@@ -117,4 +119,5 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

@@ -212,7 +212,7 @@ class LLMEngine(Engine):
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and keep the sequences that it finished."""
-        runner, step = self.check_open(), self._in_flight[0]
+        runner, step = self.check_open(is_for_steps=False), self._in_flight[0]
         try:
             token_ids = runner.wait(step.handle)
         except BaseException:
