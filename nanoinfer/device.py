@@ -38,10 +38,10 @@ def select_device(requested: str) -> torch.device:
     return device
 
 
-def select_devices(requested: str, count: int) -> list[torch.device]:
+def select_devices(requested: str, count: int, option: str = "") -> list[torch.device]:
     """Return one device for each rank: `count` GPUs, starting with the requested one, or the CPU every time.
 
-    Raises ConfigError if there are not enough GPUs.
+    option: what asks for so many, if it is not tensor_parallel_size. Raises ConfigError if there are not enough GPUs.
     """
     first = select_device(requested)
     if first.type == "cpu":
@@ -49,8 +49,8 @@ def select_devices(requested: str, count: int) -> list[torch.device]:
     num_gpus = torch.cuda.device_count()
     if first.index + count > num_gpus:
         raise ConfigError(
-            f"tensor_parallel_size={count} needs as many GPUs, and PyTorch sees {num_gpus}; {first} is the first to "
-            f"use; use at most {num_gpus - first.index}"
+            f"{option or f'tensor_parallel_size={count}'} needs {count} GPUs, and PyTorch sees {num_gpus}; {first} is "
+            f"the first to use; use at most {num_gpus - first.index} in all"
         )
     return [torch.device("cuda", first.index + rank) for rank in range(count)]
 
@@ -127,6 +127,20 @@ def host_array(shape: tuple[int, ...], device: torch.device) -> NDArray[np.int32
     return array
 
 
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Let PyTorch use `count` CPU threads in this scope; None leaves the number as it is."""
+    if count is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def num_step_threads(model: Any, device: torch.device) -> int | None:
     """Return how many CPU threads the steps of a model have; None leaves the number as it is."""
     is_small = device.type == "cpu" and sum(param.numel() for param in model.parameters()) < MIN_THREADED_PARAMETERS
@@ -135,21 +149,14 @@ def num_step_threads(model: Any, device: torch.device) -> int | None:
 
 @contextmanager
 def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
-    """Compute without gradients on this device in a scope, on a CPU with so many threads; None leaves their number.
+    """Compute without gradients on this device, and with so many threads on a CPU, for a scope.
 
     Autocasting, which a trainer may have turned on around a call, is off in it: the engine chooses its own dtypes.
     """
     casts = torch.is_autocast_enabled(device.type)
     plain = torch.autocast(device.type, enabled=False) if casts else nullcontext()
-    num_before = torch.get_num_threads()
-    with torch.inference_mode(), current_device(device), plain:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        try:
-            yield
-        finally:
-            if num_threads is not None:
-                torch.set_num_threads(num_before)
+    with torch.inference_mode(), current_device(device), cpu_threads(num_threads), plain:
+        yield
 
 
 @contextmanager

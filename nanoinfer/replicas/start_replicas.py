@@ -13,10 +13,10 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.device import select_device
+from nanoinfer.device import select_devices
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
-from nanoinfer.errors import ConfigError, RequestError, WorkerError
+from nanoinfer.errors import RequestError, WorkerError
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.loading import FoundModel, LoadedEngine
@@ -59,20 +59,11 @@ def check_functions(params: SamplingParams) -> None:
 
 def choose_devices(config: EngineConfig) -> list[str]:
     """Return the first device of each replica. Raises ConfigError if there are not enough GPUs."""
-    requested = config.device
-    if requested == "auto":
-        requested = "cuda" if torch.cuda.is_available() else "cpu"
-    first = select_device("cuda:0" if requested == "cuda" else requested)  # makes no context on a GPU
-    if first.type == "cpu":
-        return ["cpu"] * config.data_parallel_size
-    count, num_gpus = config.data_parallel_size * config.tensor_parallel_size, torch.cuda.device_count()
-    if first.index + count > num_gpus:
-        raise ConfigError(
-            f"data_parallel_size={config.data_parallel_size} with tensor_parallel_size={config.tensor_parallel_size} "
-            f"needs {count} GPUs, and PyTorch sees {num_gpus}; {first} is the first to use; use at most "
-            f"{num_gpus - first.index} in all"
-        )
-    return [f"cuda:{index}" for index in range(first.index, first.index + count, config.tensor_parallel_size)]
+    requested, size, ranks = config.device, config.data_parallel_size, config.tensor_parallel_size
+    if requested == "cuda" or (requested == "auto" and torch.cuda.is_available()):
+        requested = "cuda:0"  # which makes no context on a GPU
+    option = f"data_parallel_size={size} with tensor_parallel_size={ranks}"
+    return [str(device) for device in select_devices(requested, size * ranks, option)[::ranks]]
 
 
 def load_replicas(found: FoundModel) -> LoadedEngine:
