@@ -20,7 +20,8 @@ from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine, reduce_llm
-from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Scores, StreamChunk, engine_html
+from nanoinfer.metrics import EngineMetrics, engine_html
+from nanoinfer.outputs import RequestOutput, RequestOutputs, Scores, StreamChunk
 from nanoinfer.pooling_calls.calls import PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import (
     HiddenStatesOptions,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from nanoinfer.outputs import EngineMetrics
+from nanoinfer.metrics import EngineMetrics
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in a notebook without ipywidgets, where it draws with characters

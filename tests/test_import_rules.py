@@ -21,6 +21,7 @@ EVERYBODY = {
     "device",
     "garbage",
     "outputs",
+    "metrics",
     "flat_logprobs",
     "structured_outputs",
     "sampling_params",
@@ -45,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors"},
     "garbage": set(),
     "outputs": {"errors"},
+    "metrics": {"outputs"},
     "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
@@ -100,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"engine.interrupts"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
+WITHOUT_TORCH |= {"outputs", "metrics", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = (
     "ops.common.math",
     "distributed.copy_engines",

@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from nanoinfer import CompletionOutput, Logprob, RequestOutput, SamplingParams, Score, progress
-from nanoinfer.outputs import EngineMetrics, RequestMetrics, RequestOutputs, StreamChunk
+from nanoinfer.metrics import EngineMetrics
+from nanoinfer.outputs import RequestMetrics, RequestOutputs, StreamChunk
 
 ROOT = Path(__file__).parent.parent
 FIRST = CompletionOutput(index=0, text=" four", token_ids=[19, 2], finish_reason="stop")

@@ -17,7 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interfaces import Recipient
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.outputs import EngineMetrics
+from nanoinfer.metrics import EngineMetrics
 from nanoinfer.replicas.handles import ReplicaHandle
 from nanoinfer.replicas.replica_messages import Metrics, Outputs, Requests
 from nanoinfer.replicas.replicated_engine import ReplicatedEngine

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoinfer.outputs import RequestChange, StepEvent
+from nanoinfer.metrics import RequestChange, StepEvent
 
 logger = logging.getLogger("nanoinfer")
 

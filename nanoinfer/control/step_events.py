@@ -21,7 +21,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import RequestChange, StepEvent
+from nanoinfer.metrics import RequestChange, StepEvent
 
 StepCallback = Callable[[StepEvent], object]
 

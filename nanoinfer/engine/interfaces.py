@@ -14,7 +14,8 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
-from nanoinfer.outputs import EngineMetrics, StreamChunk, failed_chunks
+from nanoinfer.metrics import EngineMetrics
+from nanoinfer.outputs import StreamChunk, failed_chunks
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.refusals import Errors

@@ -22,7 +22,8 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
-from nanoinfer.outputs import EngineMetrics, RequestOutput
+from nanoinfer.metrics import EngineMetrics
+from nanoinfer.outputs import RequestOutput
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoinfer.control.step_events import StepCallback, register
 from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
-from nanoinfer.outputs import EngineMetrics, RequestChange, StepEvent
+from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
 from nanoinfer.replicas.replica_messages import Reply
 
 

@@ -27,7 +27,8 @@ from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import FoundModel, LoadedEngine, load_engine
-from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
+from nanoinfer.metrics import StepEvent
+from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.replicas.packed_outputs import keep_states, pack_chunks, pack_outputs
 from nanoinfer.replicas.replica_messages import (
     Act,

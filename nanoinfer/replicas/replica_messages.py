@@ -16,11 +16,7 @@ from nanoinfer.engine.blocks.partial_hits import num_common
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.interfaces import Action
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import (
-    EngineMetrics,
-    RequestChange,
-    StepEvent,
-)
+from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams

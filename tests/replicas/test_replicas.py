@@ -26,7 +26,8 @@ from nanoinfer.batch.batch_job import run_batch
 from nanoinfer.engine.interfaces import ReservedIds
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.flat_logprobs import FlatLogprobs
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
+from nanoinfer.metrics import StepEvent
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.replicas.replica_messages import Call
 from nanoinfer.text.prompts import PreparedRequest
 
