@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
     CompletionOutput,
+    Logprob,
     RequestMetrics,
     RequestOutput,
     StreamChunk,
@@ -158,17 +159,27 @@ def pack_logprobs(places: Sequence[TokenLogprobs | None] | None) -> PackedDicts 
     """Return log-probabilities for a message; they come out of `unpack_logprobs` as they were."""
     if places is None or isinstance(places, FlatLogprobs):
         return places
-    flat = FlatLogprobs()
-    for place in places:
-        entries = (place or {}).values()
-        ranks = [NO_RANK if entry.rank is None else entry.rank for entry in entries]
-        logprobs, texts = [entry.logprob for entry in entries], [entry.decoded_token for entry in entries]
-        flat.append([*(place or ())], logprobs, ranks, texts)
+    entries = [item for place in places if place for item in place.items()]
+    ends = array("q", accumulate(len(place) if place else 0 for place in places))
+    flat = FlatLogprobs(
+        array("q", [0, *ends][:-1]),
+        ends,
+        array("i", [token_id for token_id, _ in entries]),
+        array("f", [entry.logprob for _, entry in entries]),
+        array("i", [NO_RANK if entry.rank is None else entry.rank for _, entry in entries]),
+        [entry.decoded_token for _, entry in entries],
+    )
     return PackedDicts(flat)
 
 
 def unpack_logprobs(packed: PackedDicts | FlatLogprobs | None) -> Any:
-    return [*packed.positions] if isinstance(packed, PackedDicts) else packed
+    if not isinstance(packed, PackedDicts):
+        return packed
+    flat = packed.positions
+    ranks = [None if rank == NO_RANK else rank for rank in flat.ranks]
+    found = map(Logprob, flat.logprobs, ranks, flat.decoded_tokens)
+    entries = [*zip(flat.token_ids, found, strict=True)]
+    return [dict(entries[start:end]) or None for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
 
 
 def pack_prompt_logprobs(found: Any) -> Any:
