@@ -20,17 +20,8 @@ from nanoinfer.errors import (
     WorkerError,
 )
 from nanoinfer.flat_logprobs import FlatLogprobs
-from nanoinfer.outputs import (
-    CompletionOutput,
-    EngineMetrics,
-    Logprob,
-    RequestChange,
-    RequestMetrics,
-    RequestOutput,
-    Score,
-    StepEvent,
-    StreamChunk,
-)
+from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Score, StreamChunk
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.sampling_params import SamplingParams

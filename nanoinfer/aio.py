@@ -9,8 +9,10 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
+from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.outputs import RequestOutputs, StreamChunk
@@ -65,43 +67,24 @@ class AsyncCalls:
         self._new: list[AsyncCall] = []
         self._is_running = False
 
-    async def generate(
-        self,
-        prompts: Prompts,
-        sampling_params: Params,
-        use_tqdm: bool,
-        on_finish: OnFinish | None,
-        **options: Any,
-    ) -> RequestOutputs:
-        """Complete one prompt or many, as `LLM.generate` does. on_finish is called in the thread of the event loop.
+    async def complete(
+        self, prepare: Prepare, show: Callable[[int], object] | None = None, on_finish: OnFinish | None = None
+    ) -> list[Any]:
+        """Run the requests that `prepare` returns to their end; return their outputs in the order of the requests.
 
-        options: those of `Preparer.prepare`.
+        show: is told how many have finished. on_finish: is called with each output, in the thread of the event loop.
         """
-        check_on_finish(on_finish)
-        prompts = as_list_of_prompts(prompts)
-
-        def prepare() -> list[PreparedRequest]:
-            return self._preparer.prepare(prompts, sampling_params, **options)
-
-        call = AsyncCall(await _with_grammars(prepare, sampling_params, len(prompts)))
-        outputs = call.inbox.outputs
-        num_reported, is_done = 0, False
-        with self._served(call), Progress(self._queue.engine.metrics, len(prompts), use_tqdm) as progress:
+        call = AsyncCall(prepare)
+        outputs, num_reported, is_done = call.inbox.outputs, 0, False
+        with self._served(call):
             while not is_done:
                 is_done = await call.news()
-                progress.show(len(outputs))
+                if show is not None:
+                    show(len(outputs))
                 while on_finish is not None and num_reported < len(outputs):
                     num_reported += 1
                     on_finish(outputs[num_reported - 1])
-        return RequestOutputs(sorted(outputs, key=lambda output: output.request_id))
-
-    async def complete(self, prepare: Prepare) -> list[Any]:
-        """Run the requests that `prepare` returns to their end; return their outputs in the order of the requests."""
-        call = AsyncCall(prepare)
-        with self._served(call):
-            while not await call.news():
-                pass
-        return sorted(call.inbox.outputs, key=lambda output: output.request_id)
+        return sorted(outputs, key=lambda output: output.request_id)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
         """Complete one prompt or many, and yield what is new of each, as `LLM.stream` does."""
@@ -179,8 +162,10 @@ class AsyncCalls:
 
 
 class AsyncMethods:
-    """A base of `LLM`, which sets this field: the methods that tasks await."""
+    """A base of `LLM`, which sets these fields: the methods that tasks await."""
 
+    engine: Engine
+    preparer: Preparer
     _async_calls: AsyncCalls
 
     async def agenerate(
@@ -198,15 +183,19 @@ class AsyncMethods:
 
         Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
         """
-        return await self._async_calls.generate(
+        check_on_finish(on_finish)
+        prompts = as_list_of_prompts(prompts)
+        prepare: Prepare = partial(
+            self.preparer.prepare,
             prompts,
             sampling_params,
-            use_tqdm,
-            on_finish,
-            priority=priority,
+            priority,
             on_error=on_error,
             tokenization_kwargs=tokenization_kwargs,
         )
+        prepare = await _with_grammars(prepare, sampling_params, len(prompts))
+        with Progress(self.engine.metrics, len(prompts), use_tqdm) as progress:
+            return RequestOutputs(await self._async_calls.complete(prepare, progress.show, on_finish))
 
     def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
         """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""

@@ -6,33 +6,67 @@ explained where it is declared; docstrings and the command line's --help are mad
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from nanoinfer.errors import ConfigError, check_names
 from nanoinfer.structured_outputs import switches_of_all
 from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
-DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "int4")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+# The only values of options, where there are such; `engine_options.py` shows them to editors.
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ExecutorBackend = Literal["mp", "external_launcher"]
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "int8"]
+AttentionBackendName = Literal["auto", "flash_attn", "triton", "torch"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+RunnerKind = Literal["auto", "generate", "pooling"]
+ModelImplementation = Literal["auto", "nanoinfer", "transformers"]
+Quantization = Literal["fp8", "int4"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+DTYPES = get_args(Dtype)[1:]
+QUANTIZATIONS = get_args(Quantization)
+KV_CACHE_DTYPES = get_args(KVCacheDtype)
 SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
-MAY_BE_NEGATIVE = ("seed", "max_logprobs")
-# Options that change no answer, beyond rounding, of a request that is served with and without them.
-CHANGE_NO_ANSWER = {"device", "tensor_parallel_size", "distributed_executor_backend", "data_parallel_size", "runner"}
-CHANGE_NO_ANSWER |= {"max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "download_dir", "trace"}
-CHANGE_NO_ANSWER |= {"gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching"}
-CHANGE_NO_ANSWER |= {"enforce_eager", "attention_backend", "overlap", "enable_return_routed_experts", "grammar_timeout"}
-CHANGE_NO_ANSWER |= {"compile"}
+# Numbers other than counts, each with its type, a test of its range, and the rule and the remedy in words.
+NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "seed": (
+        Integral,
+        lambda value: -(2**63) <= value < 2**63,
+        "is not an int of 64 bits; use a whole number such as 0",
+    ),
+    "max_logprobs": (
+        Integral,
+        lambda value: -1 <= value < 2**31,
+        "must be a whole number of at least -1; use -1 for no limit",
+    ),
+    "gpu_memory_utilization": (
+        Real,
+        lambda value: 0 < value <= 1,
+        "must lie in (0, 1]; 0.9 suits a GPU of your own",
+    ),
+    "grammar_timeout": (
+        Real,
+        lambda value: 0 < value < 10**6,
+        "must be seconds, above 0 and below 10**6; 60 is usual",
+    ),
+}
 
 
-def option(default: Any, explained: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Declare a field of EngineConfig together with its explanation and, if it has any, its only values."""
-    return field(default=default, kw_only=default is not MISSING, metadata={"help": explained, "choices": choices})
+def option(default: Any, explained: str, values: Any = None, is_neutral: bool = False) -> Any:
+    """Declare a field of EngineConfig together with its explanation.
+
+    values: a Literal of its only values, if it has any. is_neutral: whether it changes no answer, beyond rounding, of a
+    request that is served with and without it.
+    """
+    metadata = {"help": explained, "choices": get_args(values) or None, "is_neutral": is_neutral}
+    return field(default=default, kw_only=default is not MISSING, metadata=metadata)
+
+
+neutral_option = partial(option, is_neutral=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,77 +79,77 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA and float32 on a CPU.',
-        ("auto", *DTYPES),
+        Dtype,
     )
-    device: str = option("auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.')
-    tensor_parallel_size: int = option(
+    device: str = neutral_option("auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.')
+    tensor_parallel_size: int = neutral_option(
         1, "The number of GPUs that the model is split over, counted from `device` on; on a CPU, of processes."
     )
-    distributed_executor_backend: str = option(
+    distributed_executor_backend: str = neutral_option(
         "mp",
         '"mp" starts a process for each further GPU; with "external_launcher" the processes are there (torchrun), and '
         "those that share a model all make the same calls.",
-        ("mp", "external_launcher"),
+        ExecutorBackend,
     )
-    data_parallel_size: int = option(
+    data_parallel_size: int = neutral_option(
         1,
         "The number of replicas: engines in processes of their own, each with the whole model, that share requests. "
         "Each has tensor_parallel_size GPUs, counted from `device` on, and runs up to max_num_seqs sequences.",
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = neutral_option(
         None,
         "The most tokens in a sequence, prompt and completion together; if not given, the model's own limit, lowered "
         "to what the KV cache can hold.",
     )
-    max_num_seqs: int = option(512, "The most sequences that run at the same time.")
-    max_num_batched_tokens: int = option(
+    max_num_seqs: int = neutral_option(512, "The most sequences that run at the same time.")
+    max_num_batched_tokens: int = neutral_option(
         16384, "The most prompt tokens in one step; longer prompts are computed in chunks."
     )
-    gpu_memory_utilization: float = option(
+    gpu_memory_utilization: float = neutral_option(
         0.9, "The share of the GPU's memory that the engine may use, in (0, 1]; other programs do not count."
     )
-    kvcache_block_size: int = option(
+    kvcache_block_size: int = neutral_option(
         256, "The number of tokens in a block of the KV cache; a multiple of 16, and of 256 for flash_attn."
     )
     kv_cache_dtype: str = option(
         "auto",
         'The type of keys and values in the KV cache: "auto" is that of the model; "int8" and "fp8" ("fp8_e4m3" is the '
         "same) round them to 8 bits, with a scale for each token and KV head, so that nearly twice the tokens fit.",
-        KV_CACHE_DTYPES,
+        KVCacheDtype,
     )
-    num_kvcache_blocks: int | None = option(
+    num_kvcache_blocks: int | None = neutral_option(
         None, "The number of blocks in the KV cache, of all layers; if not given, as many as fit into memory."
     )
-    enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prefixes that were computed before.")
-    enforce_eager: bool = option(False, "Run without CUDA graphs.")
-    attention_backend: str = option(
+    enable_prefix_caching: bool = neutral_option(True, "Reuse the KV blocks of prefixes that were computed before.")
+    enforce_eager: bool = neutral_option(False, "Run without CUDA graphs.")
+    attention_backend: str = neutral_option(
         "auto",
         '"triton" uses our own kernels (before Hopper, prefill uses flash-attn where that is installed); "flash_attn" '
         'uses flash-attn alone; "torch" uses plain PyTorch; "auto" takes the fastest that can serve.',
-        ("auto", "flash_attn", "triton", "torch"),
+        AttentionBackendName,
     )
-    overlap: bool = option(
+    overlap: bool = neutral_option(
         True,
         "Launch each step before the tokens of the last one are collected, so that the GPU never waits for the host.",
     )
     load_format: str = option(
         "auto",
         '"auto" and "safetensors" read the checkpoint; "dummy" draws random weights and needs only config.json.',
-        ("auto", "safetensors", "dummy"),
+        LoadFormat,
     )
-    runner: str = option(
+    runner: str = neutral_option(
         "auto",
         '"generate" completes prompts; "pooling" makes embeddings, classes or rewards alone, without a language-model '
         'head; "auto" is what the model is for: pooling if it has no such head, or files of sentence-transformers.',
-        ("auto", "generate", "pooling"),
+        RunnerKind,
     )
     model_impl: str = option(
         "auto",
         '"nanoinfer" runs the layers that are written here, "transformers" those of the package transformers, with our '
         'attention, cache and sampling; "auto" takes ours where there are any.',
-        ("auto", "nanoinfer", "transformers"),
+        ModelImplementation,
     )
-    compile: bool = option(
+    compile: bool = neutral_option(
         False,
         "Compile the layers of a model of transformers by torch.compile; the first start then takes a minute longer.",
     )
@@ -129,12 +163,12 @@ class EngineConfig:
         'What log-probabilities are of: "raw_logprobs" is the model\'s own distribution, "processed_logprobs" the one '
         'that tokens are drawn from, after biases, penalties, grammars, temperature and filters; "raw_logits" and '
         '"processed_logits" are the logits of either, in the same places.',
-        LOGPROBS_MODES,
+        LogprobsMode,
     )
-    max_logprobs: int = option(
+    max_logprobs: int = neutral_option(
         -1, "The most `logprobs` and `prompt_logprobs` that a request may ask for; -1 is as many as the vocabulary has."
     )
-    enable_return_routed_experts: bool = option(
+    enable_return_routed_experts: bool = neutral_option(
         False, "Return which experts computed each token, as `routed_experts` of every completion."
     )
     revision: str | None = option(
@@ -147,7 +181,7 @@ class EngineConfig:
         "A local folder, or the id of a repository on the hub, that has the tokenizer and its chat template; if not "
         "given, the model's own.",
     )
-    download_dir: str | None = option(
+    download_dir: str | None = neutral_option(
         None, "The folder that keeps what is downloaded from the hub; if not given, the cache of huggingface_hub."
     )
     hf_overrides: Mapping[str, Any] | None = option(
@@ -160,10 +194,10 @@ class EngineConfig:
         "A dict, in JSON on the command line, of switches for the JSON of all requests: disable_any_whitespace and "
         "disable_additional_properties, as StructuredOutputsParams has them.",
     )
-    grammar_timeout: float = option(
+    grammar_timeout: float = neutral_option(
         60.0, "The most seconds that the grammar of a request may take to compile; beyond, the request is an error."
     )
-    trace: str | None = option(
+    trace: str | None = neutral_option(
         None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
     )
     seed: int = option(0, "The number from which the random streams of all requests derive.")
@@ -187,25 +221,19 @@ class EngineConfig:
                 if not isinstance(value, str | Path) or not str(value):
                     raise ConfigError(f"{name}={value!r} is no text; use a string that is not empty")
                 object.__setattr__(self, name, str(value))
-            is_count = int in (item.type, *get_args(item.type)) and name not in MAY_BE_NEGATIVE
+            is_count = int in (item.type, *get_args(item.type)) and name not in NUMBERS
             if is_count and (value is not None or item.default is not None):
                 if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
                     raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
                 object.__setattr__(self, name, int(value))  # NumPy's integers, say
-        if isinstance(self.seed, bool) or not isinstance(self.seed, Integral) or not -(2**63) <= int(self.seed) < 2**63:
-            raise ConfigError(f"seed={self.seed!r} is not an int of 64 bits; use a whole number such as 0")
-        object.__setattr__(self, "seed", int(self.seed))
-        most = self.max_logprobs
-        if isinstance(most, bool) or not isinstance(most, Integral) or not -1 <= int(most) < 2**31:
-            raise ConfigError(f"max_logprobs={most!r} must be a whole number of at least -1; use -1 for no limit")
-        object.__setattr__(self, "max_logprobs", int(most))
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization={share!r} must lie in (0, 1]; 0.9 suits a GPU of your own")
+        for name, (kind, is_in_range, rule) in NUMBERS.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            number = int(value) if is_number and kind is Integral else value
+            if not is_number or not is_in_range(number):
+                raise ConfigError(f"{name}={value!r} {rule}")
+            object.__setattr__(self, name, number)
         object.__setattr__(self, "structured_outputs_config", switches_of_all(self.structured_outputs_config))
-        seconds = self.grammar_timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < seconds < 10**6:
-            raise ConfigError(f"grammar_timeout={seconds!r} must be seconds, above 0 and below 10**6; 60 is usual")
         if self.quantization not in (None, *QUANTIZATIONS):
             known = ", ".join(map(repr, QUANTIZATIONS))
             raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
@@ -236,7 +264,7 @@ class EngineConfig:
         return cls(model=str(model), **check_names("LLM", options, known, VLLM_NAMES))
 
 
-ANSWERS_DEPEND_ON = tuple(item.name for item in fields(EngineConfig) if item.name not in CHANGE_NO_ANSWER)
+ANSWERS_DEPEND_ON = tuple(item.name for item in fields(EngineConfig) if not item.metadata["is_neutral"])
 
 
 def _check_trace(path: Path) -> None:

@@ -38,10 +38,10 @@ def select_device(requested: str) -> torch.device:
     return device
 
 
-def select_devices(requested: str, count: int) -> list[torch.device]:
+def select_devices(requested: str, count: int, option: str = "") -> list[torch.device]:
     """Return one device for each rank: `count` GPUs, starting with the requested one, or the CPU every time.
 
-    Raises ConfigError if there are not enough GPUs.
+    option: what asks for so many, if it is not tensor_parallel_size. Raises ConfigError if there are not enough GPUs.
     """
     first = select_device(requested)
     if first.type == "cpu":
@@ -49,8 +49,8 @@ def select_devices(requested: str, count: int) -> list[torch.device]:
     num_gpus = torch.cuda.device_count()
     if first.index + count > num_gpus:
         raise ConfigError(
-            f"tensor_parallel_size={count} needs as many GPUs, and PyTorch sees {num_gpus}; {first} is the first to "
-            f"use; use at most {num_gpus - first.index}"
+            f"{option or f'tensor_parallel_size={count}'} needs {count} GPUs, and PyTorch sees {num_gpus}; {first} is "
+            f"the first to use; use at most {num_gpus - first.index} in all"
         )
     return [torch.device("cuda", first.index + rank) for rank in range(count)]
 
@@ -91,7 +91,7 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 def to_device(on_host: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to the device, for which nobody waits; return the tensor itself on a CPU.
+    """Start a copy to the device without waiting for it; return the tensor itself on a CPU.
 
     PyTorch keeps the pinned memory until the copy is done, so nothing can overwrite it before; that of `host_array` is
     for the caller to keep.
@@ -161,7 +161,7 @@ def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Capture what the block launches in a CUDA graph, which is not run. pool: the memory of other graphs, to share.
+    """Capture what the scope launches in a CUDA graph, which is not run. pool: the memory of other graphs, to share.
 
     It waits for the device. PyTorch allows one capture at a time in a process.
     """

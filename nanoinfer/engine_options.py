@@ -2,36 +2,48 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import torch
+
+from nanoinfer.config import (
+    AttentionBackendName,
+    Dtype,
+    ExecutorBackend,
+    KVCacheDtype,
+    LoadFormat,
+    LogprobsMode,
+    ModelImplementation,
+    Quantization,
+    RunnerKind,
+)
 
 
 class EngineOptions(TypedDict, total=False):
     """Names what `LLM` takes beside the model, with every type that EngineConfig accepts and converts."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | torch.dtype
+    dtype: Dtype | torch.dtype
     device: str | torch.device
     tensor_parallel_size: int
-    distributed_executor_backend: Literal["mp", "external_launcher"]
+    distributed_executor_backend: ExecutorBackend
     data_parallel_size: int
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     gpu_memory_utilization: float
     kvcache_block_size: int
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"]
+    kv_cache_dtype: KVCacheDtype
     num_kvcache_blocks: int | None
     enable_prefix_caching: bool
     enforce_eager: bool
-    attention_backend: Literal["auto", "flash_attn", "triton", "torch"]
+    attention_backend: AttentionBackendName
     overlap: bool
-    load_format: Literal["auto", "safetensors", "dummy"]
-    runner: Literal["auto", "generate", "pooling"]
-    model_impl: Literal["auto", "nanoinfer", "transformers"]
+    load_format: LoadFormat
+    runner: RunnerKind
+    model_impl: ModelImplementation
     compile: bool
-    quantization: Literal["fp8", "int4"] | None
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+    quantization: Quantization | None
+    logprobs_mode: LogprobsMode
     max_logprobs: int
     enable_return_routed_experts: bool
     revision: str | None

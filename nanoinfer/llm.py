@@ -13,16 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options
 from nanoinfer.control.step_events import StepCallback
-from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.interfaces import Action, Engine
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine, reduce_llm
-from nanoinfer.outputs import EngineMetrics, RequestOutput, RequestOutputs, Scores, StreamChunk, engine_html
+from nanoinfer.metrics import EngineMetrics, engine_html
+from nanoinfer.outputs import RequestOutput, RequestOutputs, Scores, StreamChunk
 from nanoinfer.pooling_calls.calls import PoolingCalls
-from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, OnHiddenStates, raising_errors
+from nanoinfer.pooling_calls.hidden_states import (
+    HiddenStatesOptions,
+    HiddenStatesReader,
+    OnHiddenStates,
+    raising_errors,
+)
 from nanoinfer.pooling_calls.llm_methods import PoolingMethods
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.start_replicas import load_replicas
@@ -42,7 +48,6 @@ from nanoinfer.text.arguments import (
     check_streamable,
 )
 from nanoinfer.text.chat import Conversation, Conversations
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.vllm_names import with_vllm_names
 
@@ -78,11 +83,11 @@ class LLM(PoolingMethods, AsyncMethods):
         self.queue, self.preparer = loaded.queue, loaded.preparer
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
-        self.pooling_calls = PoolingCalls.of(
+        self.pooling_calls = PoolingCalls(
             self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.pooling_steps
         )
         self._weights: object = found.list_files()  # names them for `datasets`
-        self._wanted_states = HiddenStatesOptions.reader(found.model_config, self.config, loaded.info.dtype)
+        self._states_reader = HiddenStatesReader(found.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control, self._step_callbacks = loaded.control, loaded.callbacks
         self._async_calls = AsyncCalls(self.queue, self.preparer)
@@ -143,7 +148,7 @@ class LLM(PoolingMethods, AsyncMethods):
         """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
-        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
+        wanted = self._states_reader.read(hidden_states, hidden_state_positions, on_hidden_states)
         portions = self.preparer.prepare_portions(
             prompts,
             sampling_params,
@@ -185,7 +190,7 @@ class LLM(PoolingMethods, AsyncMethods):
         without role or content, and where there is no tokenizer or no template.
         """
         check_on_finish(on_finish)
-        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
+        wanted = self._states_reader.read(hidden_states, hidden_state_positions, on_hidden_states)
         template_options = {
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -236,7 +241,7 @@ class LLM(PoolingMethods, AsyncMethods):
         check_scores(self.config.logprobs_mode)
         pairs = Pairs(self.preparer.prompt_processor, as_list_of_prompts(prompts), as_list_of_prompts(completions))
         portions = pairs.prepare_portions(self.preparer.portion_size, on_error)
-        return pairs.scores(self._complete(portions, use_tqdm, desc="Scoring"))
+        return pairs.scores(self._complete(portions, use_tqdm, reads="Scoring"))
 
     def add_request(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -381,11 +386,11 @@ class LLM(PoolingMethods, AsyncMethods):
         use_tqdm: bool,
         on_finish: OnFinish | None = None,
         wanted: HiddenStatesOptions | None = None,
-        desc: str = "Generating",
+        reads: str | None = None,
     ) -> RequestOutputs:
-        """Run the requests of a call to their end. desc: what is done, for the progress bar."""
+        """Run the requests of a call to their end. reads: see Progress."""
         portions = portions if wanted is None else wanted.add_to(portions)
-        progress = Progress(self.get_metrics, portions.num_requests, use_tqdm, desc=desc)
+        progress = Progress(self.engine.metrics, portions.num_requests, use_tqdm, reads=reads)
         with progress, raising_errors(wanted, progress.show) as show:
             outputs = self.queue.complete(portions, show, on_finish)
         return RequestOutputs(outputs)

@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_trace import EventSource, start_trace
+from nanoinfer.control.run_trace import EventSource, RunTrace
 from nanoinfer.control.step_events import StepCallback, StepCallbacks
-from nanoinfer.control.weight_control import WeightControl
+from nanoinfer.control.weight_control import Control, WeightControl
 from nanoinfer.device import host_array
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -54,12 +54,12 @@ class FoundModel:
 
     def list_files(self) -> list[tuple[str, int, int]]:
         """Return name, bytes and time of the model's files: what tells other weights in the same folder."""
-        paths = filter(Path.exists, sorted(self.folder.iterdir()))  # of links, those that lead somewhere
+        paths = filter(Path.exists, sorted(self.folder.iterdir()))  # without dangling links
         found = ((path.name, path.stat()) for path in paths)
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
     def load_tokenizer(self) -> Tokenizer | None:
-        """Load the tokenizer; None where there is none. Slow, and safe to call beside the loading of weights."""
+        """Load the tokenizer; None where there is none. Slow, and safe to call while weights are loaded."""
         is_random = self.config.load_format == "dummy"  # random weights fit any tokenizer
         return load_tokenizer(self.tokenizer_folder, None if is_random else self.model_config.vocab_size)
 
@@ -101,18 +101,8 @@ class FoundModel:
         )
 
 
-class Control(Protocol):
-    """Does what a trainer asks for between rounds of sampling: a WeightControl, or one for several engines."""
-
-    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None: ...
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake_up(self, tags: Collection[str] | None) -> None: ...
-
-
 class Callbacks(Protocol):
-    """Calls functions with the StepEvents of an engine, or of several."""
+    """Calls functions with the StepEvents of an engine, or of several: StepCallbacks, or ReplicaCallbacks."""
 
     def add(self, callback: StepCallback) -> Callable[[], None]: ...
 
@@ -128,11 +118,16 @@ class LoadedEngine(NamedTuple):
     constraints: Constraints
     control: Control
     callbacks: Callbacks
-    start_trace: Callable[[str, str], Callable[[], object]]  # (path, title) -> what writes the page
     max_model_len: int  # tokens of a prompt and its completion together
     info: RunnerInfo
     seconds: dict[str, float]  # of each part of loading; for the tokenizer, how long the rest waited for it
     pooling_steps: PoolingSteps | None = None  # of an engine in this process
+
+    def start_trace(self, path: str, title: str) -> Callable[[], object]:
+        """Record the run of the engine from now on; return the function that writes the file, once."""
+        trace = RunTrace(title)
+        self.callbacks.add(trace)
+        return trace.write_on_close(self.engine, self.callbacks.events(), path)
 
     def log_start(self, name: str, imports: dict[str, float], total: float) -> None:
         """Log that an LLM is ready. imports: how long importing took, if it is not in the total; all in seconds."""
@@ -198,7 +193,6 @@ def load_engine(found: FoundModel) -> LoadedEngine:
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
     queue = RequestQueue(engine)
-    callbacks = StepCallbacks(engine, runner.info.device)
     has_blocks_alone = model_config.linear_attention is None and not runner.limits.num_windowed_groups
     return LoadedEngine(
         engine=engine,
@@ -206,8 +200,7 @@ def load_engine(found: FoundModel) -> LoadedEngine:
         preparer=Preparer(engine, prompt_processor, constraints),
         constraints=constraints,
         control=WeightControl(engine, queue.lock),
-        callbacks=callbacks,
-        start_trace=lambda path, title: start_trace(path, title, engine, callbacks),
+        callbacks=StepCallbacks(engine, runner.info.device),
         max_model_len=runner.limits.max_model_len,
         info=runner.info,
         seconds=runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, SupportsIndex, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, cast, overload
 
 if TYPE_CHECKING:  # importing the package is to cost little
     from numpy.typing import NDArray
@@ -155,7 +155,7 @@ class RequestMetrics:
     def of(
         cls, arrival_time: float, start_time: float | None, first_token_time: float | None, num_later: int
     ) -> "RequestMetrics":
-        """Return those of a request that ends now.
+        """Return the metrics of a request that ends now.
 
         start_time: when its first step was launched. first_token_time: when the host had that. num_later: how many
         tokens came after it. Times are of perf_counter; None for what did not happen.
@@ -167,110 +167,8 @@ class RequestMetrics:
         return cls(queue_time, first_token_time - arrival_time, time_per_token)
 
 
-@dataclass(slots=True)
-class EngineMetrics:
-    """Counts the work of an LLM since it was made, and the blocks of KV cache that it uses now.
-
-    num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
-    values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
-    prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
-    num_preemptions: how often a request had to give its blocks up. num_snapshots: recurrent states that are kept for
-    prefix hits, of models that have any. prefill_seconds, decode_seconds: of the steps, from launch to collection;
-    where steps overlap, the time counts once.
-    """
-
-    num_prompt_tokens: int = 0
-    cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_prefill_steps: int = 0
-    num_decode_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    num_preemptions: int = 0
-    num_used_blocks: int = 0
-    num_blocks: int = 0
-    num_snapshots: int = 0
-
-    __repr__ = short_repr
-
-    def count_step(self, is_prefill: bool, num_prefill_tokens: int, num_generated: int, seconds: float) -> None:
-        """Count a step that computed so many tokens of prompts, and gave so many sequences a token that was wanted."""
-        self.num_generated_tokens += num_generated
-        if is_prefill:
-            self.num_prefill_steps += 1
-            self.prefill_tokens += num_prefill_tokens
-            self.prefill_seconds += seconds
-        else:
-            self.num_decode_steps += 1
-            self.decode_tokens += num_generated
-            self.decode_seconds += seconds
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Return the share of the prompts' tokens that came from the prefix cache."""
-        return self.cached_tokens / max(1, self.num_prompt_tokens)
-
-
-class RequestChange(NamedTuple):
-    """Says what happened to one sample of a request.
-
-    `what` is one of these, each with the meaning of `num_tokens`:
-
-        "arrived"    it was queued: the tokens of its prompt
-        "admitted"   it got its blocks: the tokens that came from the prefix cache
-        "chunk"      the step computes a part of its prompt: the tokens of that part
-        "preempted"  it gave its blocks up: the tokens to be computed again
-        "paused"     the tokens whose keys and values it keeps for now
-        "resumed"    the tokens of which it still has keys and values; 0: it waits to be admitted
-        "finished"   the tokens that were generated
-    """
-
-    request_id: int
-    sample: int  # which of the request's completions, from 0
-    what: str
-    time: float  # seconds, on the clock of time.perf_counter
-    num_tokens: int
-    finish_reason: str | None = None  # as in CompletionOutput, where it finished
-
-
-@dataclass(frozen=True, slots=True)
-class StepEvent:
-    """Holds what one step did: what `LLM.on_step` calls its functions with. Sequences are samples of requests.
-
-    Times are seconds on the clock of time.perf_counter. Steps overlap: the next one is usually launched before the
-    tokens of this one arrive.
-    """
-
-    index: int  # of the step: those launched while somebody listens are counted from 0; one that fails has no event
-    started: float  # when the host began to schedule it
-    launched: float  # when the host had given all its work to the device
-    arrived: float  # when the host had its tokens
-    ended: float  # when the host had made texts and outputs of these
-    gpu_seconds: float | None  # from its first work on the GPU (rank 0's) to its last; None without a GPU
-    num_prefill_tokens: int  # prompt tokens computed, those of preempted sequences again included
-    num_decode_tokens: int  # sequences that decode a token; 0 in a prefill step
-    num_running: int  # sequences that hold a row and run, as this step was scheduled; so are the counts below
-    num_waiting: int  # sequences in the queue
-    num_preempted: int  # sequences in the queue that ran before, and gave their blocks up
-    num_paused: int  # sequences that compute nothing until they are resumed
-    num_used_blocks: int  # blocks of the KV cache that sequences hold
-    num_cached_blocks: int  # blocks, in use or free, that the prefix cache would find
-    num_free_blocks: int  # blocks that can be handed out; free and used ones are all there are
-    changes: tuple[RequestChange, ...]  # what happened to requests since the event before, in order
-    replica: int = 0  # whose step it was; each counts its own
-
-    @property
-    def host_seconds(self) -> float:
-        """Return how long the host worked for this step: until it was launched, and once its tokens had come."""
-        return (self.launched - self.started) + (self.ended - self.arrived)
-
-
-def engine_html(engine: str, description: str, metrics: EngineMetrics) -> str:
-    """Return a table for notebooks of what an engine is and what it has done so far."""
-    done = [[found.name, shown(getattr(metrics, found.name))] for found in fields(metrics)]
-    return html_table([["", engine], ["loaded", description], *done])
+# Fields of a RequestOutput that it takes from its first completion.
+OF_FIRST = ("text", "token_ids", "finish_reason", "stop_reason", "error", "error_kind", "cumulative_logprob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +210,8 @@ class RequestOutput:
 
     def __post_init__(self) -> None:
         first, set_field = self.outputs[0], object.__setattr__  # the class is frozen
-        set_field(self, "text", first.text)
-        set_field(self, "token_ids", first.token_ids)
-        set_field(self, "finish_reason", first.finish_reason)
-        set_field(self, "stop_reason", first.stop_reason)
-        set_field(self, "error", first.error)
-        set_field(self, "error_kind", first.error_kind)
-        set_field(self, "cumulative_logprob", first.cumulative_logprob)
+        for name in OF_FIRST:
+            set_field(self, name, getattr(first, name))
         set_field(self, "num_prompt_tokens", len(self.prompt_token_ids))
         set_field(self, "num_generated_tokens", len(first.token_ids))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from nanoinfer.outputs import EngineMetrics
+from nanoinfer.metrics import EngineMetrics
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # in a notebook without ipywidgets, where it draws with characters
@@ -58,9 +58,9 @@ class LogLines:
 
 
 class NoBar(LogLines):
-    """Stands in for a bar that nobody wants to see.
+    """Stands in for a bar that is not to be shown.
 
-    A bar of tqdm that is disabled makes a semaphore all the same, and a worker, which ends at once, would not free it.
+    A disabled bar of tqdm still makes a semaphore, which a worker, as it ends at once, would not free.
     """
 
     def _write(self) -> None:
@@ -87,7 +87,8 @@ def progress_bar(desc: str, unit: str, total: int, use_tqdm: bool, initial: int 
 class Progress:
     """Shows the progress of a call: finished requests, and tokens a second since it began.
 
-    num_before: how many had finished before it. desc: what is done with them; all but "Generating" reads them alone.
+    num_before: how many had finished before it. reads: what is done with texts that are only read, such as "Scoring";
+    None where tokens are generated.
     """
 
     def __init__(
@@ -96,14 +97,16 @@ class Progress:
         num_requests: int,
         use_tqdm: bool,
         num_before: int = 0,
-        desc: str = "Generating",
+        reads: str | None = None,
     ) -> None:
-        self._get_metrics, self._before = get_metrics, get_metrics()
-        self._generates = desc == "Generating"
-        self._bar = progress_bar(desc, "req" if self._generates else "text", num_requests, use_tqdm, num_before)
+        self._bar: Any = None
+        if use_tqdm:
+            self._get_metrics, self._before, self._generates = get_metrics, get_metrics(), reads is None
+            desc, unit = ("Generating", "req") if reads is None else (reads, "text")
+            self._bar = progress_bar(desc, unit, num_requests, use_tqdm, num_before)
 
     def show(self, num_finished: int) -> None:
-        if isinstance(self._bar, NoBar):  # called after each step, and nobody looks
+        if self._bar is None:  # called after each step
             return
         now, before = self._get_metrics(), self._before
         prefill = (now.prefill_tokens - before.prefill_tokens) / max(1e-9, now.prefill_seconds - before.prefill_seconds)
@@ -116,4 +119,5 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

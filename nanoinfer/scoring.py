@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.preparer import Portions
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, Score, Scores
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Errors, OnError, Prompt, check_on_error
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import EncodedPair, PreparedRequest, PromptProcessor
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -21,6 +21,7 @@ EVERYBODY = {
     "device",
     "garbage",
     "outputs",
+    "metrics",
     "flat_logprobs",
     "structured_outputs",
     "sampling_params",
@@ -30,10 +31,10 @@ EVERYBODY = {
 }
 STEP_DATA = {
     "engine.packet",
-    "engine.limits",
+    "engine.interfaces",
     "engine.row_options",
     "engine.token_masks",
-    "engine.extras.hidden_states_request",
+    "engine.hidden_states_request",
 }  # what engine and runner tell each other
 PLANNERS = EVERYBODY - {"device", "checkpoint"}  # what plans without PyTorch
 MAY_IMPORT: dict[str, set[str]] = {
@@ -41,10 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
     "config": {"errors", "vllm_names", "structured_outputs"},
-    "engine_options": set(),
+    "engine_options": {"config"},
     "device": {"errors"},
     "garbage": set(),
     "outputs": {"errors"},
+    "metrics": {"outputs"},
     "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs"},
@@ -60,11 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": EVERYBODY | {"quantization", "ops", "distributed"},
     "models": EVERYBODY | {"layers", "quantization", "ops", "distributed"},
     "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "ops", "distributed"},
-    "pooling": EVERYBODY | STEP_DATA | {"models", "layers", "distributed"},
-    "runner": EVERYBODY | STEP_DATA | {"pooling", "sampling", "models", "layers", "ops", "distributed"},
+    "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "ops", "distributed"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text", "engine.extras.prompt_logprobs"},
+    "scoring": EVERYBODY | {"text", "engine.prompt_logprobs", "engine.preparer"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
@@ -101,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"engine.interrupts"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "flat_logprobs", "errors", "vllm_names", "cli"}
+WITHOUT_TORCH |= {"outputs", "metrics", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = (
     "ops.common.math",
     "distributed.copy_engines",

@@ -96,7 +96,7 @@ def make_job(config: EngineConfig, overrides: dict[str, Any], system: str | None
     engine: Any = SimpleNamespace(config=config, check_open=lambda: None)
     queue: Any = SimpleNamespace(engine=engine, capacity=0)
     preparer = Preparer(engine, processor, constraints)
-    pooling_calls = PoolingCalls.of(queue, preparer, model_config, config, max_model_len, None)
+    pooling_calls = PoolingCalls(queue, preparer, model_config, config, max_model_len, None)
     llm: Any = SimpleNamespace(queue=queue, preparer=preparer, pooling_calls=pooling_calls, config=config)
     base = replace(found.default_sampling_params(), **overrides)
     return Job(llm, cast("Any", PrintedErrors()), base, float("inf"), system), max_model_len

@@ -24,7 +24,7 @@ from nanoinfer.bench.workloads import LOADS, Load, draw_workload
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.interfaces import Recipient, RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import Packet, pack, read_header
 from nanoinfer.engine.preparer import Preparer
@@ -33,7 +33,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.outputs import EngineMetrics
+from nanoinfer.metrics import EngineMetrics
 from nanoinfer.replicas.replica_messages import Metrics, Outputs, Requests
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, pack_ids
 
@@ -89,7 +89,7 @@ class NoDevice:
     def launch(self, packet: Packet) -> int:
         self.first_step = self.first_step or perf_counter()
         header = read_header(packet)
-        return header.num_prefill_samples + header.counts.decode_rows
+        return header.num_prefill_samples + header.counts["decode_rows"]
 
     def sample(self, launched: int, masks: object = None) -> SimpleNamespace:
         return SimpleNamespace(num_tokens=launched, errors={}, logprobs=(), prompt_logprobs=(), hidden_states=())
@@ -185,7 +185,8 @@ class NoWorkers:
 
 def measure_replicas(load: Load, num_replicas: int = 8) -> dict[str, float]:
     """Run a load, print what it took of the parent's CPU time, and return the figures."""
-    from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine  # PyTorch is imported with it
+    from nanoinfer.replicas.handles import ReplicaHandle
+    from nanoinfer.replicas.replicated_engine import ReplicatedEngine  # PyTorch is imported with it
 
     workload = draw_workload(0, load, VOCAB_SIZE)
     requests = [
@@ -208,7 +209,7 @@ def measure_replicas(load: Load, num_replicas: int = 8) -> dict[str, float]:
         connection.recv()  # the stubs are ready
     inbox, before = Inbox(), process_time()
     for request_id, request in zip(engine.reserved_ids.reserve(len(requests)), requests, strict=True):
-        engine.add_request(request_id, request, inbox.outputs)
+        engine.add_request(request_id, request, Recipient(inbox.outputs))
         inbox.request_ids.add(request_id)
     queued = process_time()
     while not inbox.is_complete:

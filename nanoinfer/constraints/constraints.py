@@ -1,4 +1,4 @@
-"""What limits the tokens of a request beside their probability: compiled once, then followed token by token."""
+"""Constraints on the tokens of a request (grammars, token sets, users' functions): compiled once, then followed."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,7 +60,7 @@ class Constraints:
         return any(map(_asks, {id(one): one for one in params}.values()))
 
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
-        """Give requests their constraints; what is wrong with those of some is added to `errors`, by index."""
+        """Give requests their constraints; add what is wrong with a constraint to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         compiled = self._compile([*params.values()], use_tqdm)
         if not compiled:  # nobody asks for anything
@@ -105,7 +105,7 @@ class Constraints:
     def _compile(
         self, params: Sequence[SamplingParams], use_tqdm: bool
     ) -> dict[int, "RequestConstraint | RequestError"]:
-        """Return the constraints of those that ask for something, or what is wrong with them, by their ids."""
+        """Return the constraint of each of these that asks for one, or what is wrong with it, by id."""
         asking = {id(one): one for one in params if _asks(one)}
         if not asking:
             return {}

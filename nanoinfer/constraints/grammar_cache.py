@@ -1,4 +1,4 @@
-"""Compiles grammars in threads, each for a limited time, and keeps those that were asked for last."""
+"""Compiles grammars in threads, each for a limited time, and keeps the most recently used ones."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Numbers in JSON schemas: those that the grammar engine would misread, crash on or never be done with."""
+"""Numbers in JSON schemas that the grammar engine would misread, crash on or never finish with."""
 
 import math
 from collections.abc import Sequence

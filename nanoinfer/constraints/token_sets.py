@@ -51,7 +51,7 @@ def remove(bits: Bits, token_ids: Iterable[int], rows: Any = ...) -> None:
 
 
 def find_empty(bits: Bits, rows: list[int]) -> list[int]:
-    """Return those of some rows of several sets that have no token."""
+    """Return which of these rows of several sets have no token."""
     num_found = np.count_nonzero(bits[rows, :NUM_FIRST_WORDS], axis=1)
     return [row for row, count in zip(rows, num_found, strict=True) if not count and not bits[row].any()]
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoinfer.control.step_events import StepCallback
-from nanoinfer.outputs import RequestChange, StepEvent
+from nanoinfer.metrics import RequestChange, StepEvent
 
 logger = logging.getLogger("nanoinfer")
 
@@ -44,23 +43,6 @@ class EventSource(Protocol):
     def take(self) -> Iterable[StepEvent]: ...
 
     def take_rest(self) -> tuple[list[RequestChange], float]: ...
-
-
-class Callbacks(Protocol):
-    """A StepCallbacks, or one for several engines."""
-
-    def add(self, callback: StepCallback) -> object: ...
-
-    def events(self) -> EventSource: ...
-
-
-def start_trace(
-    path: str, title: str, engine: object, callbacks: Callbacks
-) -> "weakref.finalize[[EventSource, str], Any]":
-    """Record the run of an engine from now on; return the function that writes the file, once."""
-    trace = RunTrace(title)
-    callbacks.add(trace)
-    return trace.write_on_close(engine, callbacks.events(), path)
 
 
 class RunTrace:

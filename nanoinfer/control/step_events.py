@@ -21,13 +21,13 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.errors import RequestError
-from nanoinfer.outputs import RequestChange, StepEvent
+from nanoinfer.metrics import RequestChange, StepEvent
 
 StepCallback = Callable[[StepEvent], object]
 
 
 class StepCallbacks:
-    """Has functions called after each step of an engine. While there are none, nobody listens to the engine."""
+    """Has functions called after each step of an engine. Without functions, the engine has no listener."""
 
     def __init__(self, engine: LLMEngine, device: torch.device) -> None:
         self._engine, self._device = engine, device
@@ -35,37 +35,41 @@ class StepCallbacks:
 
     def add(self, callback: StepCallback) -> Callable[[], None]:
         """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
-        check_callback(callback)
-
-        def call(event: StepEvent) -> None:  # an object of its own, so that `end` ends this registration and no other
-            callback(event)
-
         with self._registration:
             events = self.events()
-            events.callbacks.append(call)
+            remove = register(events.callbacks, callback)
             self._engine.scheduler.listener = events  # perhaps in the middle of another thread's step
 
         def end() -> None:
             with self._registration:
-                if call in events.callbacks:
-                    events.callbacks.remove(call)
+                remove()
                 if not events.callbacks and self._engine.scheduler.listener is events:
                     self._engine.scheduler.listener = SILENT
 
         return end
 
     def events(self) -> "StepEventListener":
-        """Return what makes the events: new, where nobody listens."""
+        """Return the listener that makes the events; a new one where the engine has none."""
         scheduler = self._engine.scheduler
         if isinstance(scheduler.listener, StepEventListener):
             return scheduler.listener
         return StepEventListener(scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
 
 
-def check_callback(callback: object) -> None:
-    """Raise RequestError for what cannot be called."""
+def register(callbacks: list[StepCallback], callback: StepCallback) -> Callable[[], None]:
+    """Add a function to a list; return a function that takes it out again. Raises RequestError for what is none."""
     if not callable(callback):
         raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
+
+    def call(event: StepEvent) -> None:  # an object of its own, so that `remove` ends this registration and no other
+        callback(event)
+
+    def remove() -> None:
+        if call in callbacks:
+            callbacks.remove(call)
+
+    callbacks.append(call)
+    return remove
 
 
 class GpuTimer:
@@ -107,7 +111,7 @@ class StepEventListener(Listener):
         self._launched: deque[OpenStep] = deque()  # the oldest first
         self._collected: deque[OpenStep] = deque()
         self._changes: list[RequestChange] = []  # since the last event
-        self._preempted: dict[int, Sequence] = {}  # by seq_id: those that wait to be computed again, or are paused
+        self._preempted: dict[int, Sequence] = {}  # by seq_id: sequences that wait to be recomputed, or are paused
 
     def arrived(self, seq: Sequence, time: float) -> None:
         self._changes.append(_change(seq, "arrived", time, seq.num_prompt_tokens))

@@ -1,5 +1,6 @@
 """What a trainer does to an engine between rounds of sampling: give it new weights, and take its memory for a while."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from threading import RLock
 from typing import Any
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from nanoinfer.config import SLEEP_TAGS
 from nanoinfer.device import is_out_of_memory
-from nanoinfer.engine.interfaces import Runner
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import ConfigError, EngineStateError, ModelError
@@ -16,94 +16,117 @@ from nanoinfer.errors import ConfigError, EngineStateError, ModelError
 PAIRS = "a dict of names to tensors, or an iterable of pairs of a name and a tensor, with the names of the checkpoint"
 
 
-class WeightControl:
-    """Does the work of `LLM.update_weights`, `sleep` and `wake_up`. Any thread may call it.
+class Control(ABC):
+    """Does the work of `LLM.update_weights`, `sleep` and `wake_up` on one engine or several. Any thread may call it.
 
     lock: the queue's lock. While it is held, no step runs.
     """
 
-    def __init__(self, engine: LLMEngine, lock: RLock) -> None:
-        self._engine, self._lock = engine, lock
+    def __init__(self, lock: RLock) -> None:
+        self._lock = lock
 
     def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        check_named_tensors(named_tensors)
+        if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
+            raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
         with self._lock:
-            runner = self._idle_runner("update_weights")
-            if "weights" in runner.sleeping_tags:
-                raise EngineStateError(
-                    "this engine sleeps; call wake_up, or wake_up(tags=['weights']), before update_weights"
-                )
-            if isinstance(named_tensors, Mapping):
-                for name, tensor in named_tensors.items():
-                    runner.weights.check(name, tensor)
-                named_tensors = named_tensors.items()
-            num_copied, given = 0, dict[Any, str]()
-            try:
-                for pair in named_tensors:
-                    check_pair(pair)
-                    name, tensor = pair
-                    runner.weights.update(name, tensor, given)
-                    num_copied += 1
-            except ModelError as error:
-                raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None
-            finally:
-                self._engine.reset_prefix_cache()  # its keys and values are those of the weights before
+            self._check_idle("update_weights")
+            self._update_weights(named_tensors)
 
     def sleep(self, level: int) -> None:
-        check_level(level)
+        if level not in (1, 2):
+            raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
         with self._lock:
-            runner = self._idle_runner("sleep")
-            if len(runner.sleeping_tags) < len(SLEEP_TAGS):
-                self._engine.reset_prefix_cache()
-                with postponed_interrupt():
-                    runner.sleep(level)
+            self._check_idle("sleep")
+            self._sleep(level)
 
     def wake_up(self, tags: Collection[str] | None) -> None:
         wanted = checked_tags(tags)
         with self._lock:
-            runner = self._idle_runner("wake_up")
-            if "weights" in runner.sleeping_tags - wanted:
-                raise EngineStateError("the weights sleep; call wake_up(tags=['weights']) before, or wake_up for both")
-            if not runner.sleeping_tags & wanted:
-                return
-            try:
-                with postponed_interrupt():
-                    runner.wake_up(wanted)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                remedy = "make a new LLM" if runner.closed else "call wake_up again"
-                message = f"too little memory is free to wake up ({error}); free what other programs hold, and {remedy}"
-                raise ConfigError(message) from error
+            self._check_idle("wake_up")
+            self._wake_up(wanted)
 
-    def _idle_runner(self, call: str) -> Runner:
-        """Return the runner of an engine without requests. Raises EngineStateError where some are unfinished."""
-        engine = self._engine
-        runner = engine.check_open(is_for_steps=False)
-        if not engine.is_finished():
-            engine.step(launch=False)  # hands over what was aborted
-        if not engine.is_finished():
-            count = engine.num_unfinished()
+    def _check_idle(self, call: str) -> None:
+        """Raise EngineStateError where requests are unfinished."""
+        if count := self._num_unfinished():
             raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
-        return runner
+
+    @abstractmethod
+    def _num_unfinished(self) -> int:
+        """Return how many requests are unfinished once those that were aborted have ended. The engine must be open."""
+
+    @abstractmethod
+    def _update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None: ...
+
+    @abstractmethod
+    def _sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    def _wake_up(self, tags: set[str]) -> None: ...
 
 
-def check_named_tensors(named_tensors: Any) -> None:
-    """Raise ModelError for what can hold no pairs of names and tensors."""
-    if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
-        raise ModelError(f"named_tensors is a {type(named_tensors).__name__}; give {PAIRS}")
+class WeightControl(Control):
+    """Controls the engine of this process."""
+
+    def __init__(self, engine: LLMEngine, lock: RLock) -> None:
+        super().__init__(lock)
+        self._engine = engine
+
+    def _num_unfinished(self) -> int:
+        self._engine.check_open(is_for_steps=False)
+        if not self._engine.is_finished():
+            self._engine.step(launch=False)  # hands over what was aborted
+        return self._engine.num_unfinished()
+
+    def _update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        runner = self._engine.check_open(is_for_steps=False)
+        if "weights" in runner.sleeping_tags:
+            raise EngineStateError(
+                "this engine sleeps; call wake_up, or wake_up(tags=['weights']), before update_weights"
+            )
+        if isinstance(named_tensors, Mapping):
+            for name, tensor in named_tensors.items():
+                runner.weights.check(name, tensor)
+            named_tensors = named_tensors.items()
+        num_copied, given = 0, dict[Any, str]()
+        try:
+            for pair in named_tensors:
+                check_pair(pair)
+                name, tensor = pair
+                runner.weights.update(name, tensor, given)
+                num_copied += 1
+        except ModelError as error:
+            raise ModelError(f"{error}; the {num_copied} before it were copied, and stay") from None
+        finally:
+            self._engine.reset_prefix_cache()  # its keys and values are those of the weights before
+
+    def _sleep(self, level: int) -> None:
+        runner = self._engine.check_open(is_for_steps=False)
+        if len(runner.sleeping_tags) < len(SLEEP_TAGS):
+            self._engine.reset_prefix_cache()
+            with postponed_interrupt():
+                runner.sleep(level)
+
+    def _wake_up(self, tags: set[str]) -> None:
+        runner = self._engine.check_open(is_for_steps=False)
+        if "weights" in runner.sleeping_tags - tags:
+            raise EngineStateError("the weights sleep; call wake_up(tags=['weights']) before, or wake_up for both")
+        if not runner.sleeping_tags & tags:
+            return
+        try:
+            with postponed_interrupt():
+                runner.wake_up(tags)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            remedy = "make a new LLM" if runner.closed else "call wake_up again"
+            message = f"too little memory is free to wake up ({error}); free what other programs hold, and {remedy}"
+            raise ConfigError(message) from error
 
 
 def check_pair(pair: Any) -> None:
     """Raise ModelError for what is no pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ModelError(f"named_tensors has {pair!r:.100} in place of a pair; give {PAIRS}")
-
-
-def check_level(level: Any) -> None:
-    """Raise ConfigError for what is no level of sleep."""
-    if level not in (1, 2):
-        raise ConfigError(f"level={level!r} is not known; use 1 to keep the weights in host memory, 2 to drop them")
 
 
 def checked_tags(tags: Any) -> set[str]:

@@ -63,7 +63,7 @@ class SymmetricMemory(SharedGpuMemory):
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Serve no step while the block runs, so that all ranks hold all rows of the residual stream."""
+        """Serve no step in this scope, so that all ranks hold all rows of the residual stream."""
         self._is_left_out = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""A process's place among those that share one model, how a dimension is split between them, and what they exchange.
+"""A rank among the processes that share one model: how a dimension is sharded, and what the ranks exchange.
 
 Each engine has a process group of its own; PyTorch's global one is left to the user.
 """

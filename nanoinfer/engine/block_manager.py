@@ -116,7 +116,7 @@ class BlockManager(BlockHooks):
         return self._num_blocks_for(seq.num_tokens) - len(cached_block_ids) + num_idle
 
     def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> list[BlockCopy]:
-        """Give `seq` blocks for all its tokens. The first ones are those that `find_cached_prefix` has found.
+        """Give `seq` blocks for all its tokens, the first ones as `find_cached_prefix` has found them.
 
         If another cached block begins like the next one, return the copies that the step has to begin with. Their
         sources are held until they are given to `release`.
@@ -140,7 +140,7 @@ class BlockManager(BlockHooks):
         return [BlockCopy(hit.block_id, seq.block_table[len(cached_block_ids)], hit.num_tokens)]
 
     def needing_block(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """Return those whose next token to compute lies past their blocks."""
+        """Return the sequences whose next token to compute lies past their blocks."""
         return [seq for seq in seqs if seq.num_computed_tokens >= len(seq.block_table) * self.block_size]
 
     def append_block(self, seq: Sequence) -> int:

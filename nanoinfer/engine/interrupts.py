@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C, and calls by users' functions, out of a state that nobody could continue from: a half-launched step."""
+"""Keeps Ctrl-C, and calls by users' functions, out of a half-launched step, from which no engine could continue."""
 
 import signal
 import threading
@@ -60,7 +60,7 @@ def postponed_interrupt() -> Iterator[None]:
 
 
 class _PostponingHandler:
-    """Handles a signal by keeping the first one for later, and passing on those after it."""
+    """Keeps the first signal for later, and passes the following ones on."""
 
     def __init__(self, handle: Callable[..., Any]) -> None:
         self.caught: list[tuple[Any, ...]] = []
@@ -80,7 +80,7 @@ class StepGuard:
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # the one that is within a step
+        self._thread: int | None = None  # the thread that is within a step
 
     def __enter__(self) -> None:
         self.check()

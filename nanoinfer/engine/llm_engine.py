@@ -3,28 +3,29 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.blocks.block_manager_selection import make_block_manager
-from nanoinfer.engine.extras.extras import Extras
-from nanoinfer.engine.interfaces import Constraints, Runner, SampledStep
-from nanoinfer.engine.interrupts import StepGuard
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
+from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.extras import Extras
+from nanoinfer.engine.interfaces import Action, Constraints, Engine, Recipient, Runner, RunnerLimits, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
-from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
-from nanoinfer.outputs import EngineMetrics, RequestOutput, StreamChunk, failed_chunks
+from nanoinfer.metrics import EngineMetrics
+from nanoinfer.outputs import RequestOutput
 from nanoinfer.text.prompts import PreparedRequest
-from nanoinfer.text.tokenizer import Tokenizer, completion_text
+from nanoinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanoinfer")
 
@@ -37,7 +38,7 @@ class Step(NamedTuple):
     started: float
 
 
-class LLMEngine:
+class LLMEngine(Engine):
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
@@ -52,7 +53,7 @@ class LLMEngine:
         stop_token_ids: frozenset[int],
         constraints: Constraints | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config)
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
@@ -74,43 +75,25 @@ class LLMEngine:
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
         self._finished: deque[Sequence] = deque()  # what their users get is still to be made
         self._last_collected = 0.0  # perf_counter
-        self.guard = StepGuard()  # entered for each step
         self._num_sequences = 0
-        self.reserved_ids = ReservedIds()
-        self._requests: dict[int, Request] = {}  # those that were not returned
+        self._requests: dict[int, Request] = {}
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
-        self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
 
-    def add_request(
-        self,
-        request_id: int,
-        prepared: PreparedRequest,
-        outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None = None,
-        index: int = 0,
-    ) -> None:
-        """Queue a request; one that has an error ends with it at once.
-
-        request_id: a reserved one; draws depend on it. outputs_to: where a step puts its output. chunks: where a stream
-        finds what is new of it, under this `index`.
-        """
+    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+        """Queue a request; one that has an error ends with it at once."""
         self.guard.check()
-        params = prepared.sampling_params
         if prepared.error is not None:
-            outputs_to.append(prepared.refusal(request_id))
-            if chunks is not None:
-                chunks.extend(failed_chunks(request_id, index, range(params.n)))
-            self.reserved_ids.take(request_id)
+            self._refuse(request_id, prepared, to)
             return
-        request = Request(request_id, prepared.prompt, [], outputs_to)
+        params = prepared.sampling_params
+        request = Request(request_id, prepared.prompt, [], to)
         ids, packed, priority = prepared.token_ids, prepared.packed_ids, prepared.priority
         for sample in range(params.n):
             seed = seed_of(params, self.config.seed, request_id, sample)
             seq = Sequence(self._num_sequences, ids, params, seed, priority, request_id, sample, packed_ids=packed)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
-            new_text = partial(completion_text, self.tokenizer, params, ids)
-            request.completions.append(Completion(seq, new_text, chunks, index))
+            request.completions.append(Completion(seq, self.tokenizer, to))
         self.extras.start(request, prepared)
         self._requests[request_id] = request
         for completion in request.completions:
@@ -130,7 +113,7 @@ class LLMEngine:
             launched = launch and self._launch()
             self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
             if self.scheduler.is_finished():
-                self._collect_until(max_in_flight=0)  # launched before a stop was known: nobody needs its tokens
+                self._collect_until(max_in_flight=0)  # launched before a stop was known: its tokens are dropped
             try:
                 if launch and self._launches_early and not self._in_flight:
                     self._launch()  # rows are free now: the device computes while outputs are made
@@ -143,12 +126,12 @@ class LLMEngine:
         while self._finished:  # one at a time, so that an error in one loses no other
             output = self._output(self._finished[0])
             if output is not None:
-                self._requests[output.request_id].outputs_to.append(output)
+                self._requests[output.request_id].to.outputs.append(output)
                 del self._requests[output.request_id]  # now: until its output is there, it counts as unfinished
             self.scheduler.listener.finished(self._finished.popleft())
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop these requests and what they hold; those that are finished are passed over."""
+        """Drop these requests and what they hold; finished ones are ignored."""
         self.act_later(Action.ABORT, request_ids)
         self._apply_actions()
         dropped = set(request_ids)
@@ -158,23 +141,6 @@ class LLMEngine:
         self._finished = deque(seq for seq in self._finished if seq.request_id not in dropped)
         for request_id in dropped:
             self._requests.pop(request_id, None)
-
-    def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
-        """Have the next step begin with this action on what is unfinished of these requests.
-
-        Safe at any moment, as in a callback, or where the garbage collector closes a stream.
-        """
-        for request_id in request_ids:
-            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
-                self._pending_actions.append((action, request_id))
-
-    def is_finished(self) -> bool:
-        """Return whether every request has finished and was handed over."""
-        return not (self.reserved_ids or self._requests)  # in this order: while a request is queued, it is in both
-
-    def num_unfinished(self) -> int:
-        """Return how many requests have not been handed over, those that are yet to be queued included."""
-        return len(self._requests) + len(self.reserved_ids)
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused, if none but these are left; else 0."""
@@ -221,7 +187,7 @@ class LLMEngine:
             return False
         try:
             self._note_admissions(batch, started)
-            is_constrained = any(seq.constraint for seq in batch.sampled)
+            is_constrained = any(map(attrgetter("constraint"), batch.sampled))
             self.scheduler.listener.launching(batch, started)
             launched = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
@@ -247,7 +213,7 @@ class LLMEngine:
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and keep the sequences that it finished."""
-        runner, step = self.check_open(), self._in_flight[0]
+        runner, step = self.check_open(is_for_steps=False), self._in_flight[0]
         try:
             token_ids = runner.wait(step.handle)
         except BaseException:
@@ -332,7 +298,24 @@ class LLMEngine:
         request = self._requests[seq.request_id]
         completion = request.completions[seq.sample]
         self.extras.complete(completion)
-        output = completion.finish(self.tokenizer.eos_token_id if self.tokenizer else None)
+        output = completion.finish()
         if output.error:
             logger.warning("request %d ends in an error: %s", seq.request_id, output.error)
         return request.output()
+
+
+def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:
+    """Return what gives out the blocks of a runner's cache, by what the layers of its model remember."""
+    sizes = limits.num_blocks, config.kvcache_block_size
+    if limits.num_snapshots > 0:
+        return HybridBlockManager(*sizes, limits.max_num_seqs, limits.num_snapshots)
+    if limits.window is None:
+        return BlockManager(*sizes, config.enable_prefix_caching)
+    return WindowedBlockManager(
+        *sizes,
+        config.enable_prefix_caching,
+        window=limits.window,
+        num_windowed_groups=limits.num_windowed_groups,
+        max_chunk_tokens=config.max_num_batched_tokens,
+        num_rows=limits.max_num_seqs + 1,
+    )

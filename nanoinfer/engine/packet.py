@@ -8,6 +8,7 @@ A section's records are a NamedTuple. `record_dtype` makes a NumPy dtype of it, 
 the names of its fields.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRecord
+from nanoinfer.engine.hidden_states_request import HiddenStatesRecord
 from nanoinfer.engine.row_options import SamplingRecord, TokenBias, sampling_sections
 from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
@@ -49,10 +50,9 @@ class DecodeRecord(NamedTuple):
 
 
 class PacketSections(NamedTuple):
-    """The sections after the header, each with the type of its records.
+    """Holds the records of each section after the header: int32 views (num_records, num_columns); (0, 1) without any.
 
-    Holds one value for each section: its records, their number, or their dtype. After `split_packet` the records are
-    int32 views (num_records, num_columns) of an array, or of a tensor on the device; (0, 1) for an empty section.
+    They are views of an array, or of a tensor on the device. Each field is annotated with the type of its records.
     """
 
     row_records: Annotated[Any, RowRecord]
@@ -78,11 +78,7 @@ class Header(NamedTuple):
     num_prefill_samples: int  # chunks that sample a token: the first ones
     num_prefill_blocks: int  # different blocks of the chunks' sequences
     awaits_masks: int  # 1 if the ranks must wait for token masks before they sample
-    counts: PacketSections  # how many records each section has
-
-
-FIRST_COUNT = len(Header._fields) - 1  # where the counts begin
-HEADER_SIZE = FIRST_COUNT + len(PacketSections._fields)
+    counts: dict[str, int]  # how many records each section has
 
 
 def record_dtype(record: type) -> np.dtype[Any]:
@@ -93,28 +89,27 @@ def record_dtype(record: type) -> np.dtype[Any]:
     return np.dtype([(name, kinds[kind]) for name, kind in get_type_hints(record).items()])
 
 
-SECTION_DTYPES = PacketSections(
-    *(record_dtype(hint.__metadata__[0]) for hint in get_type_hints(PacketSections, include_extras=True).values())
-)
-NUM_COLUMNS = PacketSections(*(dtype.itemsize // 4 for dtype in SECTION_DTYPES))
+SECTION_DTYPES: dict[str, Any] = {  # a np.dtype each
+    name: record_dtype(hint.__metadata__[0])
+    for name, hint in get_type_hints(PacketSections, include_extras=True).items()
+}
+NUM_COLUMNS = [dtype.itemsize // 4 for dtype in SECTION_DTYPES.values()]
+FIRST_COUNT = len(Header._fields) - 1  # where the counts begin
+HEADER_SIZE = FIRST_COUNT + len(SECTION_DTYPES)
 
 
 def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
     """Write `batch` as a packet: the header and its sections."""
-    asking = [(seq, seq.hidden_states_request) for seq in batch.admitted if seq.hidden_states_request is not None]
-    sections = PacketSections(
-        row_records=[_row_record(seq) for seq in batch.admitted],
-        known_tokens=_known_tokens(batch),
-        new_blocks=batch.new_blocks,
-        block_copies=batch.block_copies,
-        kept_states=batch.kept_states,
-        restored_states=batch.restored_states,
-        chunks=[ChunkRecord(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],
-        decode_rows=_decode_rows(batch),
-        hidden_states_records=[request.record(seq.held_row, seq.num_prompt_tokens) for seq, request in asking],
-        wanted_layers=[layer for _, request in asking for layer in request.layers],
-        **sampling_sections(batch.admitted),
-    )
+    sections = {
+        "new_blocks": batch.new_blocks,
+        "block_copies": batch.block_copies,
+        "kept_states": batch.kept_states,
+        "restored_states": batch.restored_states,
+        "chunks": [ChunkRecord(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],
+        "decode_rows": _decode_rows(batch),
+    }
+    if batch.admitted:
+        sections |= _sections_of_admitted(batch.admitted)
     num_samples = sum(chunk.samples for chunk in batch.prefill)
     assert all(chunk.samples for chunk in batch.prefill[:num_samples]), "the chunks that sample a token come first"
     num_blocks = len(set().union(*(chunk.seq.block_table for chunk in batch.prefill)))
@@ -122,28 +117,27 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
 
 
 def join_sections(
-    sections: PacketSections, num_prefill_tokens: int, num_samples: int, num_blocks: int, awaits_masks: bool = False
+    sections: Mapping[str, Any], num_prefill_tokens: int, num_samples: int, num_blocks: int, awaits_masks: bool = False
 ) -> Packet:
-    """Write the header of these sections, and the sections behind it. The numbers: see Header."""
-    counts = PacketSections(*map(len, sections))
-    header = Header(num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), counts)
-    parts = [np.array(records, dtype) for records, dtype in zip(sections, SECTION_DTYPES, strict=True) if len(records)]
-    numbers = np.array([*header[:FIRST_COUNT], *counts], np.int32)
-    return np.concatenate([numbers, *(part.view(np.int32) for part in parts)])
+    """Write a packet of these sections, by name; missing sections are empty. The numbers: see Header."""
+    records = [sections.get(name, ()) for name in SECTION_DTYPES]
+    numbers = [num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, records)]
+    parts = [np.array(one, dtype) for one, dtype in zip(records, SECTION_DTYPES.values(), strict=True) if len(one)]
+    return np.concatenate([np.array(numbers, np.int32), *(part.view(np.int32) for part in parts)])
 
 
 def read_header(packet: Packet) -> Header:
     numbers = packet[:HEADER_SIZE].tolist()
-    return Header._make((*numbers[:FIRST_COUNT], PacketSections._make(numbers[FIRST_COUNT:])))
+    return Header._make((*numbers[:FIRST_COUNT], dict(zip(SECTION_DTYPES, numbers[FIRST_COUNT:], strict=True))))
 
 
 def split_packet(packet: Any, header: Header) -> PacketSections:
     """Cut a packet (an array, or a tensor on the device) into views of its sections.
 
-    Those without records are one and the same view: most are empty, and to make a view of a tensor takes time.
+    All empty sections share one view, because creating a tensor view is slow.
     """
     views, offset, empty = [], HEADER_SIZE, packet[:0].reshape(0, 1)
-    for num_records, num_columns in zip(header.counts, NUM_COLUMNS, strict=True):
+    for num_records, num_columns in zip(header.counts.values(), NUM_COLUMNS, strict=True):
         end = offset + num_records * num_columns
         views.append(packet[offset:end].reshape(num_records, num_columns) if num_records else empty)
         offset = end
@@ -153,12 +147,12 @@ def split_packet(packet: Any, header: Header) -> PacketSections:
 
 def column(sections: PacketSections, section: str, name: str) -> Any:
     """Return one int32 field of all records of a section, (num_records,): a view. Sections: see `split_packet`."""
-    return getattr(sections, section)[:, getattr(SECTION_DTYPES, section).fields[name][1] // 4]
+    return getattr(sections, section)[:, SECTION_DTYPES[section].fields[name][1] // 4]
 
 
 def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
     """Return the DecodeRecords, column by column: every decode step has them, and tuples would take longer."""
-    records = np.zeros(len(batch.decode), SECTION_DTYPES.decode_rows)
+    records = np.zeros(len(batch.decode), SECTION_DTYPES["decode_rows"])
     records["row"] = [seq.row for seq in batch.decode]
     for first_row, num_rows, num_blocks in batch.prefix_groups:
         records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
@@ -166,10 +160,16 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
     return records
 
 
-def _known_tokens(batch: ScheduledBatch) -> NDArray[np.int32]:
-    known = [np.frombuffer(seq.token_ids, np.int32) for seq in batch.admitted]
-    return np.concatenate(known) if known else np.zeros(0, np.int32)
-
-
-def _row_record(seq: Sequence) -> RowRecord:
-    return RowRecord(seq.held_row, len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
+def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
+    """Return the sections that tell of newly admitted sequences."""
+    asking = [(seq, seq.hidden_states_request) for seq in admitted if seq.hidden_states_request is not None]
+    return {
+        "row_records": [
+            RowRecord(seq.held_row, len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
+            for seq in admitted
+        ],
+        "known_tokens": np.concatenate([np.frombuffer(seq.token_ids, np.int32) for seq in admitted]),
+        "hidden_states_records": [request.record(seq.held_row, seq.num_prompt_tokens) for seq, request in asking],
+        "wanted_layers": [layer for _, request in asking for layer in request.layers],
+        **sampling_sections(admitted),
+    }

@@ -10,28 +10,27 @@ A sample of a request ends for one of these reasons:
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.interfaces import Recipient
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
 from nanoinfer.text.completion_text import CompletionText
+from nanoinfer.text.tokenizer import Tokenizer, completion_text
 
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """What the engine keeps of one sample of a request beside its sequence."""
+    """Holds what the engine keeps of one sample of a request besides its sequence."""
 
     seq: Sequence
-    new_text: Callable[[], CompletionText]  # called once
-    chunks: deque[StreamChunk] | None = None  # where its stream takes them, if it is streamed
-    index: int = 0  # of its prompt in that stream
-    num_read: int = 0  # tokens of the completion that are in `text`, and in `chunks`
+    tokenizer: Tokenizer | None
+    to: Recipient
+    num_read: int = 0  # tokens of the completion that are in `text`, and in the stream
     logprobs: list[TokenLogprobs] | FlatLogprobs = field(default_factory=list)  # where they are asked for
     output: CompletionOutput | None = None  # once it has finished
     start_time: float | None = None  # when its first step was launched (perf_counter)
@@ -42,13 +41,13 @@ class Completion:
     def text(self) -> CompletionText:
         """Return the text, which grows with the tokens. The first call makes it, and looks at the prompt for that."""
         if self._text is None:
-            self._text = self.new_text()
+            self._text = completion_text(self.tokenizer, self.seq.sampling_params, self.seq.prompt_token_ids)
         return self._text
 
     @property
     def is_followed(self) -> bool:
         """Return whether the text matters before the completion has finished."""
-        return self.chunks is not None or bool(self.seq.sampling_params.stop)
+        return self.to.chunks is not None or bool(self.seq.sampling_params.stop)
 
     def advance(self) -> bool:
         """Read the tokens collected since the last time; return whether a stop string is complete."""
@@ -58,8 +57,8 @@ class Completion:
         self._stream(token_ids, finish_reason=None)
         return False
 
-    def finish(self, eos_token_id: int | None) -> CompletionOutput:
-        """Read the rest, end the stream, and make the output; `eos_token_id`, the tokenizer's, is no stop_reason."""
+    def finish(self) -> CompletionOutput:
+        """Read the rest, end the stream, and make the output. The tokenizer's EOS is no stop_reason."""
         seq, reason = self.seq, self.seq.finish_reason
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
         if seq.stopping.ends_with_prompt:
@@ -69,7 +68,8 @@ class Completion:
         stop_reason: str | int | None = None
         rest = unread = self._unread()
         if reason == "stop" and text.stop_string is None and seq.token_ids[-1] in seq.stopping.tokens.ids:
-            stop_reason = seq.token_ids[-1] if seq.token_ids[-1] != eos_token_id or params.ignore_eos else None
+            is_eos = self.tokenizer is not None and seq.token_ids[-1] == self.tokenizer.eos_token_id
+            stop_reason = seq.token_ids[-1] if not is_eos or params.ignore_eos else None
             rest = rest if params.include_stop_str_in_output else rest[:-1]
         if self._read(rest, final=True):  # the token that completes a stop string may also be the last one allowed
             reason, stop_reason = "stop", text.stop_string
@@ -117,12 +117,12 @@ class Completion:
     def _stream(self, token_ids: list[int], finish_reason: str | None) -> None:
         """Count these tokens as read, and hand what is new to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
-        if self.chunks is not None:
-            index, text, seq = self.index, self.text().take(), self.seq
+        if self.to.chunks is not None:
+            index, text, seq = self.to.prompt_index, self.text().take(), self.seq
             wanted = seq.sampling_params.num_logprobs is not None
             logprobs: Any = self.logprobs[start : self.num_read] if wanted else None
             chunk = StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, request_id=seq.request_id)
-            self.chunks.append(chunk)
+            self.to.chunks.append(chunk)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,7 @@ class Request:
     request_id: int
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
-    outputs_to: list[RequestOutput]  # where its output is put
+    to: Recipient
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states_request: HiddenStatesRequest | None = None
     arrival_time: float = field(default_factory=time.perf_counter)

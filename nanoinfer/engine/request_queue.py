@@ -9,21 +9,25 @@ What a caller does, `RequestQueue.complete` for one:
     outputs = queue.collect(inbox)
 """
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import attrgetter
 
-from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.interfaces import Action, Engine, Recipient
 from nanoinfer.engine.interrupts import postponed_interrupt
-from nanoinfer.engine.pausing import PausedWait
-from nanoinfer.engine.reserved_ids import Action
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.text.arguments import OnFinish
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
+logger = logging.getLogger("nanoinfer")
+
 TURN_SECONDS = 0.01  # how long a thread waits for its turn; another thread's step serves its requests too
+PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says so
 
 
 class Inbox:
@@ -37,7 +41,7 @@ class Inbox:
         self.outputs: list[RequestOutput] = []
         self.chunks: deque[StreamChunk] = deque()
         self.is_stream = is_stream
-        self.is_abandoned = False  # whether nobody waits for the rest
+        self.is_abandoned = False  # whether its caller has stopped waiting
 
     @property
     def is_complete(self) -> bool:
@@ -61,7 +65,8 @@ class RequestQueue:
         # A full running set, and as many that wait: rows are refilled from them in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
-        self._paused_wait = PausedWait()
+        self._only_paused_since: float | None = None  # perf_counter; None while other requests are left
+        self._has_warned = False
 
     def complete(
         self, portions: Portions, show: Callable[[int], object], on_finish: OnFinish | None = None
@@ -91,7 +96,7 @@ class RequestQueue:
         finally:
             self.engine.reserved_ids.release(ids)
             self.drop(inbox)
-        return sorted(inbox.outputs, key=lambda output: output.request_id)
+        return sorted(inbox.outputs, key=attrgetter("request_id"))
 
     def add_requests(
         self, requests: Sequence[PreparedRequest], inbox: Inbox, request_ids: Sequence[int] | None = None
@@ -107,7 +112,7 @@ class RequestQueue:
             chunks = inbox.chunks if inbox.is_stream else None
             try:
                 for index, (request, request_id) in enumerate(zip(requests, ids, strict=True)):
-                    self.engine.add_request(request_id, request, inbox.outputs, chunks, index)
+                    self.engine.add_request(request_id, request, Recipient(inbox.outputs, chunks, index))
                     inbox.request_ids.add(request_id)
             finally:
                 reserved.release(ids)
@@ -117,7 +122,7 @@ class RequestQueue:
 
     def step(self) -> None:
         """Run one step, or let another thread run its own. What finishes is in the inboxes then."""
-        self._paused_wait.wait(self.engine.num_only_paused(), TURN_SECONDS)
+        self._wait_while_paused()
         with postponed_interrupt():  # also of the lock, which has to be released
             if self.lock.acquire(timeout=TURN_SECONDS):
                 try:
@@ -153,3 +158,17 @@ class RequestQueue:
         with self.lock:
             self.engine.check_open(is_for_steps=False)  # a trainer calls it while the cache sleeps
             self.engine.reset_prefix_cache()
+
+    def _wait_while_paused(self) -> None:
+        """Wait a moment if only paused requests are left; warn once if that lasts."""
+        num_only_paused = self.engine.num_only_paused()
+        if not num_only_paused:
+            self._only_paused_since, self._has_warned = None, False
+            return
+        time.sleep(TURN_SECONDS)
+        now, since = time.perf_counter(), self._only_paused_since  # read once: other threads wait, too
+        if since is None:
+            self._only_paused_since = now
+        elif not self._has_warned and now - since > PATIENCE_SECONDS:
+            self._has_warned = True
+            logger.warning("only paused requests are left (%d); resume or abort them", num_only_paused)

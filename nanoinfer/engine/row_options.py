@@ -77,28 +77,32 @@ def asked_options(params: SamplingParams) -> dict[str, Any]:
     return asked
 
 
-def stop_ids_of(seq: Sequence) -> list[int]:
-    """Return the tokens that may not come before the sample has its `min_tokens`."""
-    return sorted(seq.stopping.tokens.ids) if seq.stopping.min_tokens else []
-
-
-def biases_of(seq: Sequence) -> list[TokenBias]:
-    return [TokenBias(*item) for item in (seq.sampling_params.logit_bias or {}).items()]
-
-
-def logprob_ids_of(seq: Sequence) -> list[int]:
-    return [*(seq.sampling_params.logprob_token_ids or ())]
-
-
 def sampling_sections(seqs: Iterable[Sequence]) -> dict[str, list[Any]]:
     """Return the sections of a packet that say what these sequences, each with a row, ask for; by name."""
-    records = [(seq, record) for seq in seqs if (record := sampling_record(seq)) is not None]
-    return {
-        "sampling_records": [record for _, record in records],
-        "stop_ids": [token_id for seq, _ in records for token_id in stop_ids_of(seq)],
-        "biases": [bias for seq, _ in records for bias in biases_of(seq)],
-        "logprob_ids": [token_id for seq, _ in records for token_id in logprob_ids_of(seq)],
-    }
+    sections: dict[str, list[Any]] = {"sampling_records": [], "stop_ids": [], "biases": [], "logprob_ids": []}
+    for seq in seqs:
+        params, asked = seq.sampling_params, asked_options(seq.sampling_params)
+        biases, logprob_ids = params.logit_bias or {}, params.logprob_token_ids or ()
+        asks = asked or biases or logprob_ids or seq.prompt_logprobs_start is not None
+        if not asks or seq.stopping.ends_with_prompt:
+            continue
+        # They may not come before the sample has its `min_tokens`.
+        stop_ids = sorted(seq.stopping.tokens.ids) if seq.stopping.min_tokens else []
+        record = SamplingRecord(
+            row=seq.held_row,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
+            num_stop_ids=len(stop_ids),
+            num_biases=len(biases),
+            num_logprob_ids=len(logprob_ids),
+            prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,
+            **asked,
+        )
+        sections["sampling_records"].append(record)
+        sections["stop_ids"] += stop_ids
+        sections["biases"] += map(TokenBias, biases.keys(), biases.values())
+        sections["logprob_ids"] += logprob_ids
+    return sections
 
 
 def slices_of(values: Any, records: Iterable[SamplingRecord], count: str) -> Iterator[tuple[SamplingRecord, Any]]:
@@ -108,22 +112,3 @@ def slices_of(values: Any, records: Iterable[SamplingRecord], count: str) -> Ite
         end = start + getattr(record, count)
         yield record, values[start:end]
         start = end
-
-
-def sampling_record(seq: Sequence) -> SamplingRecord | None:
-    """Return what a sequence with a row asks for; None if that is nothing."""
-    if seq.stopping.ends_with_prompt:
-        return None
-    asked, params = asked_options(seq.sampling_params), seq.sampling_params
-    if not asked and seq.prompt_logprobs_start is None and not any(getattr(params, name) for name in LISTS):
-        return None
-    return SamplingRecord(
-        row=seq.held_row,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_generated=len(seq.token_ids) - seq.num_prompt_tokens,
-        num_stop_ids=len(stop_ids_of(seq)),
-        num_biases=len(params.logit_bias or {}),
-        num_logprob_ids=len(logprob_ids_of(seq)),
-        prompt_logprobs_start=-1 if seq.prompt_logprobs_start is None else seq.prompt_logprobs_start,
-        **asked,
-    )

@@ -39,13 +39,14 @@ class ScheduledBatch:
     """
 
     admitted: list[Sequence] = field(default_factory=list)  # sequences that got a row in this step
-    new_blocks: list[NewBlock] = field(default_factory=list)  # those of admitted sequences included
+    new_blocks: list[NewBlock] = field(default_factory=list)  # including the blocks of admitted sequences
     block_copies: list[BlockCopy] = field(default_factory=list)  # made before anything is computed
     kept_states: list[StateCopy] = field(default_factory=list)  # likewise, of what earlier steps computed
-    restored_states: list[StateCopy] = field(default_factory=list)  # likewise, after those that are kept
-    prefill: list[PrefillChunk] = field(default_factory=list)  # those that sample come first
+    restored_states: list[StateCopy] = field(default_factory=list)  # likewise, after states are kept
+    prefill: list[PrefillChunk] = field(default_factory=list)  # chunks that sample come first
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
+    sampled: list[Sequence] = field(default_factory=list)  # sequences that get a token, in the order of the token ids
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)
@@ -53,11 +54,6 @@ class ScheduledBatch:
     @property
     def num_prefill_tokens(self) -> int:
         return sum(chunk.length for chunk in self.prefill)
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a token in this step, in the order of the step's token ids."""
-        return [chunk.seq for chunk in self.prefill if chunk.samples] + self.decode
 
     @property
     def pooled(self) -> list[Sequence]:

@@ -9,9 +9,9 @@ Prefill goes first, so that the decode batch is as full as it can be. A sequence
 
     WAITING or RUNNING --pause--> PAUSED --resume--> RUNNING if it still holds its row and blocks, else WAITING
 
-Unless a stop token comes first, the last step of a sequence is known beforehand. Steps run in order, so the step after
-it may already give the row to another sequence; the sequence is finished when its last step is collected. A sequence
-that samples nothing ends with its prompt, and gives up its blocks just as early.
+When max_tokens ends a sequence, its last step is known when it is launched. Steps run in order, so the next step may
+already give its row to another sequence. Its blocks are freed, and its output is made, when its last step is collected.
+A sequence that samples nothing ends with its prompt, and frees its blocks as early as its row.
 
 Preemption frees a sequence's blocks and computes it again later, its generated tokens included (recomputation, as in
 PagedAttention, Kwon et al. 2023). Paused sequences give up their blocks first, also to waiting ones. The waiting queue
@@ -22,6 +22,7 @@ arrived before all that still wait.
 import heapq
 from collections.abc import Callable
 from itertools import chain
+from operator import attrgetter
 
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
@@ -31,9 +32,9 @@ from nanoinfer.engine.scheduled_batch import NewBlock, PrefillChunk, ScheduledBa
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
-# Under a long queue, rows are refilled in groups: one prefill step for each finished sequence would stall all others.
-ADMISSION_GROUP = 16
-# With less, running sequences are preempted and computed again; with more, rows stay empty.
+# Under a long queue, so many rows are refilled at once: a prefill step for each finished sequence would stall decode.
+MIN_REFILLED_ROWS = 16
+# Less room leads to preemptions, and more leaves rows empty.
 RESERVED_TOKENS = 128
 
 
@@ -117,6 +118,7 @@ class Scheduler:
         if not (batch or has_to_wait):
             batch = self._schedule_decode(in_flight)
         if batch:
+            batch.sampled = [chunk.seq for chunk in batch.prefill if chunk.samples] or batch.decode
             batch.kept_states, batch.restored_states = self.block_manager.take_state_copies()
         return batch
 
@@ -124,14 +126,14 @@ class Scheduler:
         """Append the sampled tokens, one for each of `batch.sampled`; return the sequences that finished.
 
         When a stop token becomes known, the next step may be under way already: what it samples for the finished
-        sequence is dropped here. Its row and blocks may be given out at once all the same, since steps run in order.
+        sequence is dropped here. Its row and blocks may still be given out at once, since steps run in order.
         """
         block_size = self.block_manager.block_size
         self.block_manager.release(batch.block_copies)
         finished = [(seq, "length") for seq in batch.pooled if seq.status is SequenceStatus.RUNNING]
         for seq, token_id in zip(batch.sampled, token_ids, strict=True):
             if token_id == NO_TOKEN:
-                # What it wrote to the cache may be NaN as well, so nobody may find it there.
+                # Its keys and values may be NaN as well, so no prefix hit may find them.
                 self.block_manager.evict_failed(seq.block_table)
             if seq.status is SequenceStatus.FINISHED:
                 continue
@@ -154,7 +156,7 @@ class Scheduler:
         return self.finish(finished)
 
     def finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
-        """Take everything from running sequences, each with the reason why it ends; they are returned."""
+        """Finish running sequences, each for its reason: free their rows and blocks. Return the sequences."""
         for seq, reason in reasons:
             seq.finish_reason = reason
             if seq.row is None and seq.stopping.ends_with_prompt:  # a later step has its row and blocks
@@ -173,8 +175,9 @@ class Scheduler:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
-        if any(not chunk.seq.block_table for chunk in chunks):  # it ends with its prompt, and has given its blocks back
-            self.block_manager.reset_prefix_cache()  # so which of them were to be filled is not known any more
+        if any(not chunk.seq.block_table for chunk in chunks):
+            # A sequence that ends with its prompt has freed its blocks: which ones the step was to fill is not known.
+            self.block_manager.reset_prefix_cache()
         tables = (chunk.seq.block_table[chunk.start // block_size :] for chunk in chunks)
         self.block_manager.evict_failed(chain.from_iterable(tables))
         for batch in batches:
@@ -184,7 +187,7 @@ class Scheduler:
                 self._send_back(seq)
 
     def abort(self, seq_ids: set[int]) -> None:
-        """Drop these sequences wherever they are; ids that are not known, or finished, are passed over."""
+        """Drop these sequences wherever they are; unknown ids and finished sequences are ignored."""
         holding = [seq for seq in self.running + self.paused if seq.row is not None]
         self.finish([(seq, "abort") for seq in holding if seq.seq_id in seq_ids])
         for seq in self._withdraw(seq_ids):
@@ -210,7 +213,7 @@ class Scheduler:
     def resume(self, seq_ids: set[int]) -> None:
         """Let paused sequences go on: at once where they hold a row and blocks, and from the queue where they do not.
 
-        In the queue they have their old place. Those that are not paused stay as they are.
+        In the queue they have their old place. Sequences that are not paused stay as they are.
         """
         resumed = [seq for seq in self.paused if seq.seq_id in seq_ids]
         self.paused = [seq for seq in self.paused if seq.seq_id not in seq_ids]
@@ -268,7 +271,7 @@ class Scheduler:
         # The step has room left, and waiting would save too little to leave it empty: none is passed over now.
         if budget > 0 and 0 < passed_over.num_saved < self.min_awaited_in_all:
             self._admit(batch, budget, PassedOver(max_prompts=0))
-        batch.prefill.sort(key=lambda chunk: not chunk.samples)
+        batch.prefill.sort(key=attrgetter("samples"), reverse=True)  # stable: the others keep their order
         return batch, False
 
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
@@ -284,7 +287,7 @@ class Scheduler:
         return True
 
     def _admit(self, batch: ScheduledBatch, budget: int, passed_over: PassedOver) -> int:
-        """Schedule new prompts; return what is left of the budget. Those that are passed over stay in the queue."""
+        """Schedule new prompts; return what is left of the budget. Prompts that are passed over stay in the queue."""
         manager = self.block_manager
         growth = sum(self._growth(seq) for seq in self.running) if self._waiting else 0
         while budget > 0 and self._waiting and (len(self._free_rows) > len(passed_over.seqs) or self.reclaim()):
@@ -299,7 +302,7 @@ class Scheduler:
                 if not passed_over.is_full:
                     heapq.heappop(self._waiting)
                     passed_over.add(seq, num_later)
-                    # Those that overtake it leave the blocks that the next step has to give it.
+                    # Prompts that overtake it leave free the blocks that it needs in the next step.
                     num_blocks = manager.num_blocks_to_allocate(seq, cached_block_ids)
                     growth += num_blocks * manager.block_size + self._growth(seq)
                     continue
@@ -307,7 +310,7 @@ class Scheduler:
                     break  # waiting saves more than the step has room for, so no more of them are looked up
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, cached_block_ids, growth):
-                break  # those behind it may be smaller, but would keep it waiting
+                break  # shorter prompts behind it would fit, but would keep it waiting
             budget -= self._add_chunk(batch, seq, budget)
         for seq in passed_over.seqs:
             heapq.heappush(self._waiting, (seq.queue_key, seq))
@@ -352,10 +355,9 @@ class Scheduler:
         return last
 
     def _worth_admitting(self) -> bool:
-        """Return False while sequences decode under a long queue and too few rows are to be had (hysteresis)."""
-        group = min(ADMISSION_GROUP, max(1, self.max_num_seqs // 4))
-        num_free = self.max_num_seqs - len(self.running)
-        return not self.running or self._awaits_prefix or num_free >= min(group, len(self._waiting))
+        """Return False while sequences decode under a long queue and too few rows are free (hysteresis)."""
+        num_rows = min(MIN_REFILLED_ROWS, max(1, self.max_num_seqs // 4), len(self._waiting))
+        return not self.running or self._awaits_prefix or self.max_num_seqs - len(self.running) >= num_rows
 
     def _growth(self, seq: Sequence) -> int:
         """Return how many tokens of room to keep for a running sequence."""
@@ -402,7 +404,7 @@ class Scheduler:
         return length
 
     def _send_back(self, seq: Sequence) -> None:
-        """Take everything from a running sequence and queue it again; its known tokens stay."""
+        """Free the row and blocks of a running sequence and queue it again; its known tokens stay."""
         if seq.row is not None:
             self.running.remove(seq)
         self._release(seq, SequenceStatus.WAITING)
@@ -420,7 +422,7 @@ class Scheduler:
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
         takes_rows = False
         if ending and self._waiting and not manager.keeps_rows:
-            # With fewer free blocks than these hold, only some could be replaced. Those of a common prefix count once.
+            # With fewer free blocks than these hold, only some could be replaced. Shared blocks count once.
             tables, num_free = [seq.block_table for seq in ending], manager.num_free_blocks
             takes_rows = sum(map(len, tables)) <= num_free or len(set().union(*tables)) <= num_free
         for seq in ending:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import xxhash
 
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.stopping import Stopping, StopTokens
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
@@ -44,6 +44,7 @@ class Sequence:
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
     hidden_states_request: HiddenStatesRequest | None = None  # what is wanted of its hidden states; None once all came
     stopping: Stopping = NOT_QUEUED  # what ends it: `Scheduler.add` sets it
+    num_prompt_tokens: int = field(init=False)
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
@@ -58,6 +59,7 @@ class Sequence:
     prefix_serials: list[int] = field(default_factory=list)  # cache entry of each block computed so far
 
     def __post_init__(self, packed_ids: bytes | None) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
         self.token_ids = array("i", self.prompt_token_ids if packed_ids is None else packed_ids)
 
     @property
@@ -70,10 +72,6 @@ class Sequence:
         """Its row, while it holds one."""
         assert self.row is not None, f"sequence {self.seq_id} has no row"
         return self.row
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:

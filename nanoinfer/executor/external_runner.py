@@ -43,7 +43,7 @@ class ExternalRunner(DeviceRunner):
 
     def launch(self, packet: Packet) -> LaunchedStep:
         """Start the forward pass of a step, up to its logits."""
-        if self.tp.size > 1 and read_header(packet).counts.row_records:
+        if self.tp.size > 1 and read_header(packet).counts["row_records"]:
             self._check_same(packet)
         return super().launch(packet)
 

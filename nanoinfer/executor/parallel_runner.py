@@ -2,8 +2,8 @@
 
 Rank 0 is this process; the others are spawned (`processes.py`), and do what `worker.py` says. Rank 0 sends each packet
 through a ring in shared memory (`shm_ring.py`), and all ranks run it, each on its shard of the weights and of the KV
-cache. A step that awaits masks is two messages: the packet, and what the workers must know of the masks
-(`worker_messages.py`). All sample the same tokens, so the workers send nothing back.
+cache. A step that awaits masks is two messages: the packet, and what the workers must know of the masks. All sample the
+same tokens, so the workers send nothing back.
 """
 
 import logging
@@ -25,13 +25,16 @@ from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import NanoinferError, WorkerError, closed_by
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring, RingWriter
-from nanoinfer.executor.worker import ABORT_SECONDS, abort, connect_ranks, run_worker
-from nanoinfer.executor.worker_messages import (
+from nanoinfer.executor.worker import (
+    ABORT_SECONDS,
     AllRanksWeights,
     Command,
+    abort,
     barrier,
+    connect_ranks,
     pack_command,
     pack_masks,
+    run_worker,
 )
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.model_runner import LaunchedStep, StepHandle
@@ -105,7 +108,7 @@ class ParallelRunner:
         try:
             # Not by a blocking wait: a step never ends if another rank is gone.
             deadline = time.monotonic() + STEP_SECONDS
-            while not (handle.is_done() or self._workers.have_failed):
+            while not (handle.is_done() or self._workers.failure):
                 if time.monotonic() > deadline:
                     raise WorkerError(
                         f"a step of tensor_parallel_size={self._workers.size} did not end within {STEP_SECONDS:g} s: a "

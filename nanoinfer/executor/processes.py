@@ -73,7 +73,7 @@ class Workers:
         self._owner = os.getpid()
         self._processes: list[SpawnProcess] = []
         self._reports = dict.fromkeys(range(1, size), b"")  # by rank
-        self._failure: Failure | None = None  # why a worker has ended; of several workers, the first
+        self.failure: Failure | None = None  # why a worker has ended; of several workers, the first
         self._changed = threading.Condition()  # guards the two above
         self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="nanoinfer watch", daemon=True)
@@ -108,19 +108,10 @@ class Workers:
         """Return whether this process started the workers. A fork of it must leave them alone."""
         return os.getpid() == self._owner
 
-    @property
-    def have_failed(self) -> bool:
-        return self._failure is not None
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why a worker has ended; None while none has."""
-        return self._failure
-
     def check(self) -> None:
         """Raise WorkerError if a worker has ended."""
-        if self.have_failed:
-            raise WorkerError(str(self._failure))
+        if self.failure is not None:
+            raise WorkerError(str(self.failure))
 
     def explanation(self, error: BaseException) -> BaseException:
         """Return a WorkerError if the end of a worker has caused `error`, or else `error` itself.
@@ -129,10 +120,10 @@ class Workers:
         """
         seconds = 0.0 if isinstance(error, (NanoinferError, KeyboardInterrupt)) else EXPLANATION_SECONDS
         with self._changed:
-            self._changed.wait_for(lambda: self.have_failed, seconds)
-        if isinstance(error, WorkerError) or not self.have_failed:
+            self._changed.wait_for(lambda: self.failure is not None, seconds)
+        if isinstance(error, WorkerError) or self.failure is None:
             return error
-        explanation = WorkerError(str(self._failure))
+        explanation = WorkerError(str(self.failure))
         explanation.__cause__ = error
         return explanation
 
@@ -141,7 +132,7 @@ class Workers:
         passed = stage * PASSED
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or all(report.startswith(passed) for report in self._reports.values())
+                lambda: self.failure or all(report.startswith(passed) for report in self._reports.values())
             )
         self.check()
 
@@ -161,7 +152,7 @@ class Workers:
             return
         self._is_closed = True
         self.hang_up()
-        deadline = time.monotonic() + (0.0 if self.have_failed else patience)
+        deadline = time.monotonic() + (0.0 if self.failure else patience)
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
@@ -191,10 +182,10 @@ class Workers:
                         continue
                 rank = ranks.pop(link)
                 link.close()
-                if not (self._is_closing or self.have_failed):
+                if not (self._is_closing or self.failure):
                     failure = self._explain(rank)
                     with self._changed:
-                        self._failure = failure
+                        self.failure = failure
                         self._changed.notify_all()
                     self.on_failure()
 

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.heap import Arena
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,21 +34,22 @@ class Ring:
     num_read: (num_readers,) int64, the number of slots that each reader has read so far.
     lengths: (num_slots,) int64, the length of the message that each slot belongs to.
     slots: (num_slots, slot_size) int32.
+
+    arena: memory that another process has allocated; None allocates it.
     """
 
-    def __init__(self, num_readers: int, num_slots: int = NUM_SLOTS, slot_size: int = SLOT_SIZE) -> None:
-        num_bytes = 8 * (CACHE_LINE * num_readers + num_slots) + 4 * num_slots * slot_size
-        self.__setstate__((Arena(num_bytes), num_readers, num_slots))
-
-    def __setstate__(self, state: tuple[Arena, int, int]) -> None:
-        self._arena, num_readers, num_slots = state
-        wide = np.frombuffer(self._arena.buffer, np.int64, count=CACHE_LINE * num_readers + num_slots)
+    def __init__(
+        self, num_readers: int, num_slots: int = NUM_SLOTS, slot_size: int = SLOT_SIZE, arena: Arena | None = None
+    ) -> None:
+        num_wide = CACHE_LINE * num_readers + num_slots
+        self._arena = arena or Arena(8 * num_wide + 4 * num_slots * slot_size)
+        wide = np.frombuffer(self._arena.buffer, np.int64, count=num_wide)
         self.num_read = wide[: CACHE_LINE * num_readers : CACHE_LINE]
         self.lengths = wide[CACHE_LINE * num_readers :]
-        self.slots = np.frombuffer(self._arena.buffer, np.int32, offset=wide.nbytes).reshape(num_slots, -1)
+        self.slots = np.frombuffer(self._arena.buffer, np.int32, offset=wide.nbytes).reshape(num_slots, slot_size)
 
-    def __getstate__(self) -> tuple[Arena, int, int]:
-        return self._arena, len(self.num_read), len(self.lengths)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ring, (len(self.num_read), *self.slots.shape, self._arena)
 
 
 class RingWriter:
@@ -76,6 +78,12 @@ class RingWriter:
             for doorbell in self._doorbells:
                 doorbell.send(b"\0")
 
+    def send_bytes(self, values: NDArray[np.uint8]) -> None:
+        """Write bytes as a message, which `receive_bytes` reads."""
+        padded = np.zeros(-(-len(values) // 4), np.int32)
+        padded.view(np.uint8)[: len(values)] = values
+        self.send(padded)
+
 
 class RingReader:
     """Reads messages, at a worker's end of the ring. index: which of the readers it is."""
@@ -100,6 +108,10 @@ class RingReader:
             self._num_read += 1
             self.ring.num_read[self._index] = self._num_read
         return numbers
+
+    def receive_bytes(self, count: int) -> NDArray[np.uint8]:
+        """Wait for a message of so many bytes and return a copy of it."""
+        return self.receive().view(np.uint8)[:count]
 
     def _wait_for_slot(self) -> None:
         """Wait until the next slot to read has been written."""

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
-from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.preparer import Preparer
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.preparer import Portions, Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.outputs import RequestOutput
@@ -45,7 +44,6 @@ from nanoinfer.text.arguments import (
     check_on_error,
     one_of_kind_for_each,
 )
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts
 
 logger = logging.getLogger("nanoinfer")
@@ -75,50 +73,41 @@ class PooledOutput:
 class PoolingCalls:
     """Prepares requests that are pooled, and runs them.
 
-    preparer: prepares requests that generate; here it tells the size of portions. config: how the model pools. size:
-    the number of values in an embedding, or of logits. prompts: checks texts, which may leave no room for a completion.
-    model: its name, for messages. pooling_steps: runs whole texts; None if nothing does.
+    Texts may be as long as the model and sentence-transformers' files allow. An encoder's have to fit into one step.
+
+    preparer: prepares requests that generate; here it tells the size of portions. options: the engine's. pooling_steps:
+    runs whole texts; None if nothing does.
     """
 
     def __init__(
         self,
         queue: RequestQueue,
         preparer: Preparer,
-        config: PoolingConfig,
-        size: int,
-        prompts: PromptProcessor,
-        model: str,
-        pooling_steps: PoolingSteps | None,
-    ) -> None:
-        self._queue, self._config, self._size, self._prompt_processor = queue, config, size, prompts
-        self._preparer, self._model, self.pooling_steps = preparer, model, pooling_steps
-
-    @classmethod
-    def of(
-        cls,
-        queue: RequestQueue,
-        preparer: Preparer,
         model_config: BaseModelConfig,
         options: EngineConfig,
         max_model_len: int,
         pooling_steps: PoolingSteps | None,
-    ) -> "PoolingCalls":
-        """Return those of an engine: texts may be as long as the model and sentence-transformers' files allow.
-
-        An encoder's have to fit into one step, too.
-        """
-        tokenizer, model, vocab_size = preparer.prompt_processor.tokenizer, options.model, model_config.vocab_size
-        config = model_config.pooling
+    ) -> None:
+        config, self._model = model_config.pooling, options.model
         assert config is not None, "the folder was read, and with it how the model pools"
+        self._queue, self._preparer, self._config, self.pooling_steps = queue, preparer, config, pooling_steps
         limits = {"max_model_len": max_model_len}
         if config.max_tokens is not None:
             limits["max_seq_length"] = config.max_tokens
         if model_config.is_encoder:
             limits["max_num_batched_tokens"] = options.max_num_batched_tokens
         limit = min(limits, key=lambda name: limits[name])
-        prompts = PromptProcessor(tokenizer, model, vocab_size, limits[limit], min_new_tokens=0, limit=limit)
+        # Texts may leave no room for a completion.
+        self._prompt_processor = PromptProcessor(
+            preparer.prompt_processor.tokenizer,
+            options.model,
+            model_config.vocab_size,
+            limits[limit],
+            min_new_tokens=0,
+            limit=limit,
+        )
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
-        return cls(queue, preparer, config, len(config.labels) or sizes[-1], prompts, model, pooling_steps)
+        self._size = len(config.labels) or sizes[-1]  # values of an embedding, or logits
 
     def prepare_embeddings(
         self,
@@ -260,7 +249,7 @@ class PoolingCalls:
         """Run requests to their end; outputs come in the order of the prompts. wanted: hidden states, too."""
         steps = self.pooling_steps if wanted is None else None
         outputs: list[Any]
-        with Progress(self._queue.engine.metrics, portions.num_requests, use_tqdm, desc="Reading") as progress:
+        with Progress(self._queue.engine.metrics, portions.num_requests, use_tqdm, reads="Reading") as progress:
             if steps is not None and steps.serves(portions.first):
                 outputs = steps.complete(portions, self.outputs_of_texts, progress.show)
             else:

@@ -13,10 +13,10 @@ import torch
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import is_whole_number
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 # Is called with the index of the prompt, the layer, the place of the first token, and the states on the device.
@@ -38,56 +38,6 @@ class HiddenStatesOptions:
     callback: OnHiddenStates | None
     row_bytes: int  # of a token's states of one layer
     errors: list[Exception] = field(default_factory=list)
-
-    @classmethod
-    def reader(
-        cls, model_config: BaseModelConfig, config: EngineConfig, dtype: torch.dtype
-    ) -> "Callable[..., HiddenStatesOptions | None]":
-        """Return `of` for a model: what reads the arguments of calls."""
-        return partial(
-            cls.of,
-            num_layers=model_config.num_hidden_layers,
-            row_bytes=model_config.hidden_size * dtype.itemsize,
-            num_replicas=config.data_parallel_size,
-        )
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[int] | None,
-        positions: str,
-        callback: OnHiddenStates | None,
-        *,
-        num_layers: int,
-        row_bytes: int,
-        num_replicas: int,
-    ) -> "HiddenStatesOptions | None":
-        """Return what is asked for; None for nothing. num_layers: of the model.
-
-        Raises RequestError for layers, positions or a callback that cannot be served.
-        """
-        if positions not in POSITIONS:
-            raise RequestError(f"hidden_state_positions={positions!r} is not known; use {' or '.join(POSITIONS)}")
-        if layers is None:
-            if callback is not None:
-                raise RequestError("on_hidden_states is given without hidden_states; say which layers, such as [-1]")
-            return None
-        if callback is not None and not callable(callback):
-            raise RequestError(f"on_hidden_states={callback!r} cannot be called; give a function")
-        if callback is not None and num_replicas > 1:
-            raise RequestError(
-                f"on_hidden_states with data_parallel_size={num_replicas}: the states are on the devices of other "
-                "processes; leave it out and take output.hidden_states, or use data_parallel_size=1"
-            )
-        count = num_layers + 1
-        if not isinstance(layers, (list, tuple)) or not layers or not all(map(is_whole_number, layers)):
-            raise RequestError(f"hidden_states={layers!r} must be a list of layers, such as [0, 12, -1]")
-        if wrong := [layer for layer in layers if not -count <= layer < count]:
-            raise RequestError(
-                f"hidden_states has layer {wrong[0]}, and this model has 0 (the embedding) to {num_layers} (after the "
-                f"last norm), or {-count} to -1"
-            )
-        return cls({int(layer): int(layer) % count for layer in layers}, positions == "last", callback, row_bytes)
 
     def add_to(self, portions: Portions) -> Portions:
         """Have all requests of a call ask for it, beside what they ask for, and return them at once.
@@ -141,6 +91,46 @@ class HiddenStatesOptions:
         made = replace(to_output(output, states), hidden_states=whole)
         states.found.clear()  # which the request would keep until its call returns
         return made
+
+
+class HiddenStatesReader:
+    """Reads the arguments of calls that ask for hidden states, and checks them against the model."""
+
+    def __init__(self, model_config: BaseModelConfig, config: EngineConfig, dtype: torch.dtype) -> None:
+        self._num_layers = model_config.num_hidden_layers
+        self._row_bytes = model_config.hidden_size * dtype.itemsize
+        self._num_replicas = config.data_parallel_size
+
+    def read(
+        self, layers: Sequence[int] | None, positions: str, callback: OnHiddenStates | None
+    ) -> HiddenStatesOptions | None:
+        """Return what is asked for; None for nothing.
+
+        Raises RequestError for layers, positions or a callback that cannot be served.
+        """
+        if positions not in POSITIONS:
+            raise RequestError(f"hidden_state_positions={positions!r} is not known; use {' or '.join(POSITIONS)}")
+        if layers is None:
+            if callback is not None:
+                raise RequestError("on_hidden_states is given without hidden_states; say which layers, such as [-1]")
+            return None
+        if callback is not None and not callable(callback):
+            raise RequestError(f"on_hidden_states={callback!r} cannot be called; give a function")
+        if callback is not None and self._num_replicas > 1:
+            raise RequestError(
+                f"on_hidden_states with data_parallel_size={self._num_replicas}: the states are on the devices of "
+                "other processes; leave it out and take output.hidden_states, or use data_parallel_size=1"
+            )
+        count = self._num_layers + 1
+        if not isinstance(layers, (list, tuple)) or not layers or not all(map(is_whole_number, layers)):
+            raise RequestError(f"hidden_states={layers!r} must be a list of layers, such as [0, 12, -1]")
+        if wrong := [layer for layer in layers if not -count <= layer < count]:
+            raise RequestError(
+                f"hidden_states has layer {wrong[0]}, and this model has 0 (the embedding) to {self._num_layers} "
+                f"(after the last norm), or {-count} to -1"
+            )
+        numbers = {int(layer): int(layer) % count for layer in layers}
+        return HiddenStatesOptions(numbers, positions == "last", callback, self._row_bytes)
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.garbage import rare_collections
 from nanoinfer.pooling_calls.calls import PoolingArguments, PoolingCalls
-from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, OnHiddenStates
+from nanoinfer.pooling_calls.hidden_states import HiddenStatesReader, OnHiddenStates
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingOutputs, RewardOutput
 from nanoinfer.text.arguments import OnError, Prompts
-from nanoinfer.text.portions import Portions
 
 
 class PoolingMethods:
@@ -18,7 +18,7 @@ class PoolingMethods:
 
     pooling_calls: PoolingCalls
     _async_calls: AsyncCalls
-    _wanted_states: Callable[..., HiddenStatesOptions | None]
+    _states_reader: HiddenStatesReader
 
     @rare_collections()
     def embed(
@@ -45,7 +45,7 @@ class PoolingMethods:
         fits. hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and
         where the model is a classifier.
         """
-        wanted = self._wanted_states(hidden_states, hidden_state_positions, on_hidden_states)
+        wanted = self._states_reader.read(hidden_states, hidden_state_positions, on_hidden_states)
         portions = self.pooling_calls.prepare_embeddings(
             prompts, pooling_params, prompt_name, wanted, on_error=on_error, tokenization_kwargs=tokenization_kwargs
         )

@@ -16,18 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.extras.hidden_states_request import PooledVectors
-from nanoinfer.engine.interfaces import SILENT, SampledStep
+from nanoinfer.engine.hidden_states_request import PooledVectors
+from nanoinfer.engine.interfaces import SILENT, Action, Recipient, SampledStep
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.packet import SECTION_DTYPES, Packet, PacketSections, join_sections
+from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.engine.reserved_ids import Action
 from nanoinfer.outputs import RequestMetrics
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
-NO_RECORDS = PacketSections(*([()] * len(PacketSections._fields)))
 MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the next
 MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache saves more than the scheduler costs
 
@@ -154,7 +152,7 @@ class PoolingSteps:
         outputs: list[Any] = []
         try:
             with self._lock, postponed_interrupt():
-                self._engine.add_request(request_id, request, outputs)
+                self._engine.add_request(request_id, request, Recipient(outputs))
             while not outputs:
                 with self._lock, postponed_interrupt():
                     self._engine.step()
@@ -197,24 +195,24 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
     """Return the packet of a step that computes these texts alone, in the first rows and blocks."""
     sizes = np.array([len(request.token_ids) for request in requests])
     rows, blocks = np.arange(len(sizes)), -(-sizes // block_size)
-    row_records = np.zeros(len(sizes), SECTION_DTYPES.row_records)
+    row_records = np.zeros(len(sizes), SECTION_DTYPES["row_records"])
     row_records["row"], row_records["num_tokens"] = rows, sizes
-    new_blocks = np.zeros(blocks.sum(), SECTION_DTYPES.new_blocks)
+    new_blocks = np.zeros(blocks.sum(), SECTION_DTYPES["new_blocks"])
     new_blocks["row"] = rows.repeat(blocks)
     new_blocks["block_id"] = np.arange(len(new_blocks))
     new_blocks["column"] = new_blocks["block_id"] - (blocks.cumsum() - blocks).repeat(blocks)
-    chunks = np.zeros(len(sizes), SECTION_DTYPES.chunks)
+    chunks = np.zeros(len(sizes), SECTION_DTYPES["chunks"])
     chunks["row"], chunks["length"] = rows, sizes
-    sections = NO_RECORDS._replace(
-        row_records=row_records,
-        known_tokens=np.concatenate([_ids(request) for request in requests]),
-        new_blocks=new_blocks,
-        chunks=chunks,
-        hidden_states_records=[
+    sections = {
+        "row_records": row_records,
+        "known_tokens": np.concatenate([_ids(request) for request in requests]),
+        "new_blocks": new_blocks,
+        "chunks": chunks,
+        "hidden_states_records": [
             request.hidden_states_request.record(row, size)
             for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
         ],
-    )
+    }
     return join_sections(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
 
 

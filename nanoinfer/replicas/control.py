@@ -1,17 +1,16 @@
 """What a trainer does to all replicas between rounds of sampling: gives them new weights, and takes their memory."""
 
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from threading import RLock
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint.weights import check_plain
-from nanoinfer.control.weight_control import check_level, check_named_tensors, check_pair, checked_tags
-from nanoinfer.errors import EngineStateError, ModelError, WorkerError
+from nanoinfer.control.weight_control import Control, check_pair
+from nanoinfer.errors import ModelError, WorkerError
 from nanoinfer.executor.shm_ring import RingWriter
 from nanoinfer.replicas.replica_messages import Call
 from nanoinfer.replicas.replicated_engine import ReplicatedEngine
@@ -19,49 +18,35 @@ from nanoinfer.replicas.replicated_engine import ReplicatedEngine
 CLOSED = "this engine is closed; make a new LLM"
 
 
-class ReplicaControl:
-    """Does the work of `LLM.update_weights`, `sleep` and `wake_up` on all replicas. See WeightControl.
-
-    lock: that of the engine's queue.
-    """
+class ReplicaControl(Control):
+    """Controls all replicas."""
 
     def __init__(self, engine: ReplicatedEngine, lock: RLock) -> None:
-        self._engine, self._lock = engine, lock
+        super().__init__(lock)
+        self._engine = engine
         self._writer: RingWriter | None = None  # for all updates
         self._doorbells: list[socket.socket] = []
 
-    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Read the tensors once, and send each to all replicas. If only some can take it, the engine is closed."""
-        check_named_tensors(named_tensors)
-        with self._lock:
-            self._check_idle("update_weights")
-            if isinstance(named_tensors, Mapping):
-                for name, tensor in named_tensors.items():
-                    check_plain(name, tensor)
-                described = [(name, one.dtype, tuple(one.shape)) for name, one in named_tensors.items()]
-                self._call("check_weights", described)
-                named_tensors = named_tensors.items()
-            self._update(named_tensors)
-
-    def sleep(self, level: int) -> None:
-        check_level(level)
-        with self._lock:
-            self._check_idle("sleep")
-            self._call("sleep", level)
-
-    def wake_up(self, tags: Collection[str] | None) -> None:
-        wanted = checked_tags(tags)
-        with self._lock:
-            self._check_idle("wake_up")
-            self._call("wake_up", wanted)
-
-    def _check_idle(self, call: str) -> None:
-        """Raise EngineStateError where requests are unfinished."""
+    def _num_unfinished(self) -> int:
         self._engine.check_open(is_for_steps=False)
         with self._engine.whole_messages():
-            count = self._engine.settle()
-        if count:
-            raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
+            return self._engine.settle()
+
+    def _update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Read the tensors once, and send each to all replicas. If only some can take it, the engine is closed."""
+        if isinstance(named_tensors, Mapping):
+            for name, tensor in named_tensors.items():
+                check_plain(name, tensor)
+            described = [(name, one.dtype, tuple(one.shape)) for name, one in named_tensors.items()]
+            self._call("check_weights", described)
+            named_tensors = named_tensors.items()
+        self._send_all(named_tensors)
+
+    def _sleep(self, level: int) -> None:
+        self._call("sleep", level)
+
+    def _wake_up(self, tags: set[str]) -> None:
+        self._call("wake_up", tags)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Have all replicas do something. Raises what the first of them raised."""
@@ -70,7 +55,7 @@ class ReplicaControl:
         if errors:
             raise errors[0]
 
-    def _update(self, weights: Iterable[tuple[str, Any]]) -> None:
+    def _send_all(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Send weights one after another, each when all replicas have copied the one before."""
         engine = self._engine
         num_replicas, num_copied, is_taken = len(engine.alive()), 0, True
@@ -103,16 +88,13 @@ class ReplicaControl:
         """Send a tensor through shared memory; return the errors of replicas that did not take it."""
         engine = self._engine
         values = tensor.detach().to("cpu").contiguous()
-        flat = values.view(-1).view(torch.uint8).numpy()
-        padded = np.zeros(-(-len(flat) // 4), np.int32)
-        padded.view(np.uint8)[: len(flat)] = flat
         for replica in engine.alive():
             replica.send(Call("weight", (name, values.dtype, tuple(values.shape))))
         if self._writer is None:
             self._writer = RingWriter(engine.ring, self._doorbells, self._check)
         self._doorbells[:] = [replica.workers.links[0] for replica in engine.alive()]
         try:
-            self._writer.send(padded)
+            self._writer.send_bytes(values.view(-1).view(torch.uint8).numpy())
         except OSError as error:
             raise WorkerError(f"a replica has ended while it got {name!r} ({error}); {CLOSED}") from error
         return engine.collect_replies()

@@ -7,7 +7,7 @@ at the end.
 Requests that begin alike stay on one replica, which computes what they share once. If they are more than
 1 / (2 * num_replicas) of the work in the queue, they are sorted by their token ids and cut into parts of that size, so
 that the requests of a part share more than their beginning. A replica with free rows and no waiting requests takes a
-group from the replica with the most work, if that has more than twice as much; or half of the group that it has begun.
+bundle from the replica with the most work, if that has more than twice as much; or half of its open bundle.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from nanoinfer.text.prompts import PreparedRequest
 PREFIX_TOKENS = 64  # prompts that are equal so far begin alike
 PROMPT_SHARE = 1 / 16  # the work of a prompt's token, in that of a generated one
 MIN_MARGIN = 8  # sequences that a replica is given beyond its rows, at least; or a quarter of its rows
-FEW_TOKENS = 8  # an answer of so many leaves its row soon
+SHORT_ANSWER_TOKENS = 8  # an answer of so many leaves its row soon
 MAX_HOMES = 65536  # prefixes whose replica is remembered
 
 
@@ -32,16 +32,16 @@ class QueuedRequest:
     request_id: int
     prepared: PreparedRequest
     work: float  # expected, in generated tokens
-    round: int = -1  # of those that were queued together
+    round: int = -1  # the same for requests that were queued together
     replica: int | None = None  # where it is; None while it waits
     is_counted: bool = False  # as work of that replica
 
     @property
     def num_seqs(self) -> float:
         """How many sequences it counts as: half its samples if it is pooled or short, and so leaves its row soon."""
-        states, params = self.prepared.hidden_states_request, self.prepared.sampling_params
-        is_short = params.max_tokens is not None and params.max_tokens <= FEW_TOKENS
-        return params.n * 0.5 if is_short or (states is not None and states.pools) else params.n
+        wanted, params = self.prepared.hidden_states_request, self.prepared.sampling_params
+        is_short = params.max_tokens is not None and params.max_tokens <= SHORT_ANSWER_TOKENS
+        return params.n * 0.5 if is_short or (wanted is not None and wanted.pools) else params.n
 
     @property
     def priority(self) -> int:
@@ -69,13 +69,13 @@ def expected_work(prepared: PreparedRequest, max_model_len: int) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class Bundle:
     """Requests of one priority that are to run on one replica, the next one last."""
 
     serial: int
     requests: list[QueuedRequest]
     prefix: bytes | None  # by which they are kept together later too; None: they are not
-    work: float = field(init=False)  # of those that are left
+    work: float = field(init=False)  # of the requests that are left
     rank: tuple[int, int, float, int] = field(init=False)  # lower goes first
 
     def __post_init__(self) -> None:
@@ -87,14 +87,14 @@ class Group:
     def priority(self) -> int:
         return -self.rank[0]
 
-    def __lt__(self, other: "Group") -> bool:
+    def __lt__(self, other: "Bundle") -> bool:
         return self.rank < other.rank
 
 
 class Dispatcher:
     """Holds requests until a replica takes them, and counts what each has.
 
-    num_replicas: of which `close` takes one away. num_rows: sequences that run on each at the same time.
+    num_replicas: at first; `close` takes one away. num_rows: sequences that run on each at the same time.
     """
 
     def __init__(self, num_replicas: int, num_rows: int) -> None:
@@ -107,8 +107,8 @@ class Dispatcher:
         self._waiting: dict[int, QueuedRequest] = {}
         self._waiting_work = 0.0
         self._new: list[QueuedRequest] = []
-        self._own: list[list[Group]] = [[] for _ in range(num_replicas)]  # heaps: what waits for each
-        self._open: list[Group | None] = [None] * num_replicas  # what each takes from
+        self._own: list[list[Bundle]] = [[] for _ in range(num_replicas)]  # heaps: what waits for each
+        self._open: list[Bundle | None] = [None] * num_replicas  # what each takes from
         self._homes: dict[bytes, int] = {}  # where the prompts with a prefix went
         self._serial, self._round = count(), 0
 
@@ -116,7 +116,7 @@ class Dispatcher:
         return len(self._waiting)
 
     def add(self, request: QueuedRequest) -> None:
-        """Queue a request, or queue it again. Those added until the next `take` are arranged together."""
+        """Queue a request, or queue it again. Requests added until the next `take` are arranged together."""
         if request.round < 0:
             request.round = self._round
         self._waiting[request.request_id] = request
@@ -125,7 +125,7 @@ class Dispatcher:
 
     def remove(self, request_id: int) -> QueuedRequest | None:
         """Take a request out of the queue; None where it does not wait there."""
-        request = self._waiting.pop(request_id, None)  # its group passes over it
+        request = self._waiting.pop(request_id, None)  # its bundle still has it, and skips it
         if request is not None:
             self._waiting_work -= request.work
         return request
@@ -157,15 +157,16 @@ class Dispatcher:
             self._priorities[replica][request.priority] += 1
 
     def close(self, replica: int) -> None:
-        """Give no more requests to a replica, and those that wait for it to others."""
+        """Give no more requests to a replica, and give the ones that wait for it to others."""
         self._alive.remove(replica)
-        groups = [group for group in [*self._own[replica], self._open[replica]] if group is not None and group.requests]
+        waiting = [*self._own[replica], self._open[replica]]
+        bundles = [bundle for bundle in waiting if bundle is not None and bundle.requests]
         self._own[replica], self._open[replica] = [], None
         loads = {other: self._load(other) for other in self._alive}
-        for group in groups:
+        for bundle in bundles:
             home = min(loads, key=loads.__getitem__)
-            loads[home] += group.work
-            heapq.heappush(self._own[home], group)
+            loads[home] += bundle.work
+            heapq.heappush(self._own[home], bundle)
         self._homes = {prefix: home for prefix, home in self._homes.items() if home != replica}
 
     def take(self) -> tuple[int, QueuedRequest] | None:
@@ -198,43 +199,43 @@ class Dispatcher:
         return bool(own) and own[0].priority > min(self._priorities[replica])
 
     def _take_for(self, replica: int) -> QueuedRequest | None:
-        while group := self._next_group(replica):
-            while group.requests:
-                request = group.requests.pop()
-                group.work -= request.work
+        while bundle := self._next_bundle(replica):
+            while bundle.requests:
+                request = bundle.requests.pop()
+                bundle.work -= request.work
                 if self._waiting.get(request.request_id) is request:
                     return self.remove(request.request_id)
         return None
 
-    def _next_group(self, replica: int) -> Group | None:
-        """Return the group that a replica takes its next request from."""
-        group, own = self._open[replica], self._own[replica]
-        if group is not None and not group.requests:
-            group = self._open[replica] = None
-        if own and (group is None or own[0].priority > group.priority):
-            group = heapq.heappop(own) if group is None else heapq.heapreplace(own, group)
-        elif group is None and self.num_seqs[replica] < self.num_rows:
-            group = self._steal(replica)
-        self._open[replica] = group
-        return group
+    def _next_bundle(self, replica: int) -> Bundle | None:
+        """Return the bundle that a replica takes its next request from."""
+        bundle, own = self._open[replica], self._own[replica]
+        if bundle is not None and not bundle.requests:
+            bundle = self._open[replica] = None
+        if own and (bundle is None or own[0].priority > bundle.priority):
+            bundle = heapq.heappop(own) if bundle is None else heapq.heapreplace(own, bundle)
+        elif bundle is None and self.num_seqs[replica] < self.num_rows:
+            bundle = self._steal(replica)
+        self._open[replica] = bundle
+        return bundle
 
-    def _steal(self, replica: int) -> Group | None:
-        """Take a group, or half of one, from the replica with the most work, if that is more than twice this one's."""
+    def _steal(self, replica: int) -> Bundle | None:
+        """Take a bundle, or half of one, from the replica with the most work, if that is more than twice this one's."""
         left = {other: self._work_left(other) for other in self._alive if other != replica}
         victim = max(left, key=lambda other: left[other] + self.work[other], default=None)
         if victim is None or left[victim] + self.work[victim] <= 2 * self.work[replica]:
             return None
         if self._own[victim]:
             return heapq.heappop(self._own[victim])
-        group = self._open[victim]
-        if group is None or not group.requests:
+        bundle = self._open[victim]
+        if bundle is None or not bundle.requests:
             return None
-        taken, kept = group.requests[::2], group.requests[1::2]
-        self._open[victim] = self._group(kept, group.prefix) if kept else None
-        return self._group(taken, group.prefix)
+        taken, kept = bundle.requests[::2], bundle.requests[1::2]
+        self._open[victim] = self._bundle(kept, bundle.prefix) if kept else None
+        return self._bundle(taken, bundle.prefix)
 
     def _arrange(self) -> None:
-        """Put new requests into groups, and each group into the queue of a replica."""
+        """Put new requests into bundles, and each bundle into the queue of a replica."""
         if not self._new:
             return
         new, self._new = [request for request in self._new if self._waiting.get(request.request_id) is request], []
@@ -243,7 +244,7 @@ class Dispatcher:
             alike.setdefault((request.priority, request.round, request.prefix), []).append(request)
         largest = self._waiting_work / (2 * len(self._alive))
         loads = {replica: self._load(replica) for replica in self._alive}
-        loose: dict[tuple[int, int], list[QueuedRequest]] = {}  # those that nothing keeps together
+        loose: dict[tuple[int, int], list[QueuedRequest]] = {}  # requests without a shared prefix
         for (priority, round_, prefix), requests in alike.items():
             if prefix is None or (len(requests) == 1 and prefix not in self._homes):
                 loose.setdefault((priority, round_), []).extend(requests)
@@ -258,9 +259,9 @@ class Dispatcher:
                     home = min(loads, key=loads.__getitem__)
                 if prefix is not None and len(part) > 1:
                     self._homes[prefix] = home
-                group = self._group(part, prefix)
-                loads[home] += group.work
-                heapq.heappush(self._own[home], group)
+                bundle = self._bundle(part, prefix)
+                loads[home] += bundle.work
+                heapq.heappush(self._own[home], bundle)
         for requests in loose.values():  # last: they fill the gaps that the others leave
             self._spread(requests, loads)
         while len(self._homes) > MAX_HOMES:
@@ -268,15 +269,15 @@ class Dispatcher:
         self._round += 1
 
     def _spread(self, requests: list[QueuedRequest], loads: dict[int, float]) -> None:
-        """Make one group for each replica: the longest request goes first, each to the replica with the least work."""
-        groups: dict[int, list[QueuedRequest]] = {replica: [] for replica in loads}
+        """Make one bundle for each replica: the longest request goes first, each to the replica with the least work."""
+        bundles: dict[int, list[QueuedRequest]] = {replica: [] for replica in loads}
         for request in sorted(requests, key=lambda request: -request.work):
             replica = min(loads, key=loads.__getitem__)
-            groups[replica].append(request)
+            bundles[replica].append(request)
             loads[replica] += request.work
-        for replica, those in groups.items():
-            if those:
-                heapq.heappush(self._own[replica], self._group(those, None))
+        for replica, its_requests in bundles.items():
+            if its_requests:
+                heapq.heappush(self._own[replica], self._bundle(its_requests, None))
 
     def _load(self, replica: int) -> float:
         """Return the work that a replica has, and that waits for it."""
@@ -284,10 +285,10 @@ class Dispatcher:
 
     def _work_left(self, replica: int) -> float:
         """Return the work that waits for a replica."""
-        return sum(group.work for group in [*self._own[replica], self._open[replica]] if group is not None)
+        return sum(bundle.work for bundle in [*self._own[replica], self._open[replica]] if bundle is not None)
 
-    def _group(self, requests: list[QueuedRequest], prefix: bytes | None) -> Group:
-        return Group(next(self._serial), requests, prefix)
+    def _bundle(self, requests: list[QueuedRequest], prefix: bytes | None) -> Bundle:
+        return Bundle(next(self._serial), requests, prefix)
 
 
 def _cut(requests: list[QueuedRequest], largest: float) -> list[list[QueuedRequest]]:

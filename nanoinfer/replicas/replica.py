@@ -20,16 +20,16 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 
-from nanoinfer.engine.reserved_ids import Action
+from nanoinfer.engine.interfaces import Action, Recipient
 from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import FoundModel, LoadedEngine, load_engine
-from nanoinfer.outputs import RequestOutput, StepEvent, StreamChunk
-from nanoinfer.replicas.packed_states import keep_states
+from nanoinfer.metrics import StepEvent
+from nanoinfer.outputs import RequestOutput, StreamChunk
+from nanoinfer.replicas.packed_outputs import keep_states, pack_chunks, pack_outputs
 from nanoinfer.replicas.replica_messages import (
     Act,
     Call,
@@ -43,8 +43,6 @@ from nanoinfer.replicas.replica_messages import (
     ReceivedRequest,
     Reply,
     Requests,
-    pack_chunks,
-    pack_outputs,
     unpack_requests,
 )
 from nanoinfer.text.arguments import Errors
@@ -85,11 +83,8 @@ def run_replica(
         error.__cause__ = error.__context__ = None
         sender.send(Reply(error, None))
         return
-    dtype = str(loaded.info.dtype).removeprefix("torch.")
     texts = [str(one.message) for one in given if one.category is UserWarning]
-    sender.send(
-        Ready(loaded.max_model_len, str(loaded.info.device), dtype, loaded.info.description, loaded.seconds, texts)
-    )
+    sender.send(Ready(loaded.max_model_len, loaded.info, loaded.seconds, texts))
     replica = Replica(loaded, connection, sender, RingReader(ring, index, link))
     replica.run()
     loaded.engine.close()
@@ -205,8 +200,8 @@ class Replica:
                     raise message
                 case list():
                     for request_id, prepared, is_streamed, is_aborted in message:
-                        chunks = self._chunks if is_streamed else None
-                        self._engine.add_request(request_id, prepared, self._outputs, chunks)
+                        to = Recipient(self._outputs, self._chunks if is_streamed else None)
+                        self._engine.add_request(request_id, prepared, to)
                         if is_aborted:
                             self._engine.act_later(Action.ABORT, [request_id])
                 case Act(action, request_ids):
@@ -277,7 +272,7 @@ class Replica:
             name, dtype, shape = message.arguments
             values = torch.empty(shape, dtype=dtype)
             flat = values.view(-1).view(torch.uint8)
-            flat.copy_(torch.from_numpy(self._weights.receive().view(np.uint8))[: len(flat)])
+            flat.copy_(torch.from_numpy(self._weights.receive_bytes(len(flat))))
             yield name, values
             self._answer(lambda: None)
         if not isinstance(

@@ -10,22 +10,23 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
-from multiprocessing.connection import Connection, wait
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interrupts import StepGuard, postponed_interrupt
+from nanoinfer.engine.interfaces import Action, Engine, Recipient
+from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.engine.reserved_ids import Action, ReservedIds
 from nanoinfer.errors import EngineStateError, NanoinferError, WorkerError, closed_by, closed_error
-from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
+from nanoinfer.executor.processes import Failure
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.outputs import CompletionOutput, EngineMetrics, RequestOutput, StreamChunk, failed_chunks
-from nanoinfer.replicas.callbacks import ReplicaCallbacks
+from nanoinfer.outputs import CompletionOutput, RequestOutput, failed_chunks
 from nanoinfer.replicas.dispatcher import Dispatcher, QueuedRequest, expected_work
+from nanoinfer.replicas.handles import ReplicaCallbacks, ReplicaHandle, ReplicaMetrics, end_replicas, sum_metrics
+from nanoinfer.replicas.packed_outputs import unpack_chunks, unpack_outputs
 from nanoinfer.replicas.replica_messages import (
     Act,
     Call,
@@ -39,8 +40,6 @@ from nanoinfer.replicas.replica_messages import (
     Outputs,
     Reply,
     pack_requests,
-    unpack_chunks,
-    unpack_outputs,
 )
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
@@ -56,64 +55,17 @@ CHECK_SECONDS = 1.0  # how often that is looked at
 
 
 @dataclass(slots=True, eq=False)
-class ReplicaHandle:
-    """One replica, as the parent sees it; see `Replica` in replica.py."""
-
-    index: int
-    workers: Workers
-    connection: Connection
-    metrics: EngineMetrics = field(default_factory=EngineMetrics)
-    unready_reason: str | None = None
-    is_alive: bool = True
-    replies: deque[Reply] = field(default_factory=deque)
-    active: float = field(default_factory=time.monotonic)  # when the last message came or went
-
-    def send(self, message: Any) -> None:
-        """Send a message; the end of a replica that takes none is noticed when it is read from."""
-        self.active = time.monotonic()
-        with suppress(OSError):
-            self.connection.send(message)
-
-    def hang_up(self) -> None:
-        """Have the replica end, which takes a moment."""
-        if self.workers.are_ours:
-            self.is_alive = False
-            self.connection.close()
-            self.workers.hang_up()
-
-
-@dataclass(slots=True, eq=False)
 class UnfinishedRequest:
     """A request that was not returned, and where its output goes."""
 
     queued: QueuedRequest
-    outputs_to: list[RequestOutput]
-    chunks: deque[StreamChunk] | None
-    index: int  # of its prompt in the stream
+    to: Recipient
     arrival_time: float = field(default_factory=time.perf_counter)
     sent: float = 0.0
     streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk
 
 
-@dataclass(slots=True)
-class ReplicaMetrics(EngineMetrics):
-    """Sums the work of all replicas, and has each one's in `replicas`.
-
-    Seconds are the average of the replicas: they run side by side, so tokens divided by seconds are the speed of all.
-    """
-
-    replicas: list[EngineMetrics] = field(default_factory=list)
-
-
-def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
-    names = [item.name for item in fields(EngineMetrics)]
-    sums = {name: sum(getattr(one, name) for one in replicas) for name in names}
-    for name in ("prefill_seconds", "decode_seconds"):
-        sums[name] /= len(replicas)
-    return ReplicaMetrics(**sums, replicas=replicas)
-
-
-class ReplicatedEngine:
+class ReplicatedEngine(Engine):
     """Does what an LLMEngine does, on several of them.
 
     replicas: processes that have loaded the model. ring: brings new weights to them. device_type: what they run on,
@@ -129,20 +81,17 @@ class ReplicatedEngine:
         device_type: str = "cpu",
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.config = config
-        self.guard = StepGuard()
+        super().__init__(config)
         self.replicas = replicas
         self.dispatcher = Dispatcher(len(replicas), self.config.max_num_seqs)
         self.callbacks = ReplicaCallbacks()
         self.ring = ring
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
-        self.reserved_ids = ReservedIds()
         self._requests: dict[int, UnfinishedRequest] = {}
         self._paused: set[int] = set()  # unfinished requests
-        self._held_back: dict[int, QueuedRequest] = {}  # those among them that no replica has
+        self._held_back: dict[int, QueuedRequest] = {}  # paused requests that are on no replica
         self._aborting: set[int] = set()
-        self._pending_actions: deque[tuple[Action, int]] = deque()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
         self._failure: NanoinferError | None = None  # what calls raise if an error has closed it
@@ -152,24 +101,14 @@ class ReplicatedEngine:
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
 
-    def add_request(
-        self,
-        request_id: int,
-        prepared: PreparedRequest,
-        outputs_to: list[RequestOutput],
-        chunks: deque[StreamChunk] | None = None,
-        index: int = 0,
-    ) -> None:
-        """Queue a request; one that has an error ends with it at once. As in LLMEngine."""
+    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+        """Queue a request; one that has an error ends with it at once."""
         self.guard.check()
         if prepared.error is not None:
-            outputs_to.append(prepared.refusal(request_id))
-            if chunks is not None:
-                chunks.extend(failed_chunks(request_id, index, range(prepared.sampling_params.n)))
-            self.reserved_ids.take(request_id)
+            self._refuse(request_id, prepared, to)
             return
         queued = QueuedRequest(request_id, prepared, expected_work(prepared, self._max_model_len))
-        self._requests[request_id] = UnfinishedRequest(queued, outputs_to, chunks, index)
+        self._requests[request_id] = UnfinishedRequest(queued, to)
         self.dispatcher.add(queued)
         self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
 
@@ -188,7 +127,7 @@ class ReplicatedEngine:
         self.callbacks.call()
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop these requests at once; those that are finished are passed over."""
+        """Drop these requests at once; finished ones are ignored."""
         on_replicas: dict[int, list[int]] = {}
         for request_id in request_ids:
             found = self._requests.get(request_id)
@@ -199,15 +138,6 @@ class ReplicatedEngine:
                     on_replicas.setdefault(replica, []).append(request_id)
         for index, ids in on_replicas.items():
             self.replicas[index].send(Drop(ids))
-
-    def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
-        """Have the next step begin with this action. Safe at any moment."""
-        for request_id in request_ids:
-            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
-                self._pending_actions.append((action, request_id))
-
-    def is_finished(self) -> bool:
-        return not (self.reserved_ids or self._requests)  # a request enters the second before it leaves the first
 
     def num_only_paused(self) -> int:
         """Return how many requests are paused if no others are left, else 0."""
@@ -283,7 +213,7 @@ class ReplicatedEngine:
             self.receive(TURN_SECONDS)
             self._lose_hanging()
             self._apply_actions()  # of a replica that has ended
-        return len(self._requests) + len(self.reserved_ids)
+        return self.num_unfinished()
 
     def receive(self, seconds: float, replicas: list[ReplicaHandle] | None = None) -> None:
         """Take in what replicas have sent; if there is nothing, wait for it at most `seconds`."""
@@ -297,7 +227,7 @@ class ReplicatedEngine:
                     if not replica.connection.poll():
                         break
             except (EOFError, OSError):
-                self._lose(replica, explain_end(replica))
+                self._lose(replica, replica.explain_end())
 
     def _listen(self) -> None:
         """Tell replicas whether their events are wanted, if that has changed."""
@@ -324,7 +254,7 @@ class ReplicatedEngine:
         for request in requests:
             request.sent = now
         queued = [request.queued for request in requests]
-        replica.send(pack_requests(queued, [request.chunks is not None for request in requests], are_aborted))
+        replica.send(pack_requests(queued, [request.to.chunks is not None for request in requests], are_aborted))
 
     def _apply_actions(self) -> None:
         """Do what was asked for by `act_later`, in its order."""
@@ -350,7 +280,7 @@ class ReplicatedEngine:
                 self._aborting.add(request_id)
                 self._paused.discard(request_id)
                 if self._held_back.pop(request_id, None) or self.dispatcher.remove(request_id):
-                    replica = self.dispatcher.give(queued)  # which knows what the output of such a request is
+                    replica = self.dispatcher.give(queued)  # which makes the output of an aborted request
                     self._send_requests(self.replicas[replica], [found], are_aborted=True)
                     continue
             if queued.replica is not None:
@@ -365,7 +295,7 @@ class ReplicatedEngine:
                 waited = [one.sent - one.arrival_time if one else 0.0 for one in ours]
                 for one, output in zip(ours, unpack_outputs(message, queued, waited, self._tokenizer), strict=True):
                     if one is not None and output is not None:
-                        one.outputs_to.append(output)
+                        one.to.outputs.append(output)
                         self._forget(one)  # now: until its output is there, it counts as unfinished
             case Chunks():
                 self._hand_on(message)
@@ -383,11 +313,12 @@ class ReplicatedEngine:
     def _hand_on(self, message: Chunks) -> None:
         """Give the chunks of a replica to the streams that wait for them."""
         ids = {*message.columns[:, 0].tolist()} & self._requests.keys()
-        for chunk in unpack_chunks(message, {request_id: self._requests[request_id].index for request_id in ids}):
+        index_of = {request_id: self._requests[request_id].to.prompt_index for request_id in ids}
+        for chunk in unpack_chunks(message, index_of):
             found = self._requests[chunk.request_id]
             found.streamed[chunk.sample] = chunk.finish_reason is not None
-            if found.chunks is not None:
-                found.chunks.append(chunk)
+            if found.to.chunks is not None:
+                found.to.chunks.append(chunk)
 
     def _forget(self, request: UnfinishedRequest) -> None:
         request_id = request.queued.request_id
@@ -423,7 +354,7 @@ class ReplicatedEngine:
         replica.connection.close()
         replica.workers.close(patience=0.0)
         replica.metrics.num_used_blocks = replica.metrics.num_blocks = 0
-        self.ring.num_read[replica.index] = 2**62  # nobody waits for it
+        self.ring.num_read[replica.index] = 2**62  # the writer waits for it no more
         if not self.alive():
             raise WorkerError(str(end))
         lost = [one for one in self._requests.values() if one.queued.replica == replica.index]
@@ -450,28 +381,11 @@ class ReplicatedEngine:
     def _end_with_error(self, request: UnfinishedRequest, error: str) -> None:
         prepared, request_id = request.queued.prepared, request.queued.request_id
         samples = range(prepared.sampling_params.n)
-        if request.chunks is not None:
+        if request.to.chunks is not None:
             left = (sample for sample in samples if not request.streamed.get(sample))
-            request.chunks.extend(failed_chunks(request_id, request.index, left))
+            request.to.chunks.extend(failed_chunks(request_id, request.to.prompt_index, left))
         outputs = [
             CompletionOutput(sample, "", [], "error", error=error, error_kind="worker_ended") for sample in samples
         ]
-        request.outputs_to.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
+        request.to.outputs.append(RequestOutput(request_id, prepared.prompt, prepared.token_ids, 0, outputs))
         self._forget(request)
-
-
-def explain_end(replica: ReplicaHandle) -> Failure:
-    """Say why a replica has ended; its socket may show that a moment after its pipe."""
-    deadline = time.monotonic() + EXPLANATION_SECONDS
-    while replica.workers.failure is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    failure = replica.workers.failure
-    return failure or Failure(f"replica {replica.index} has ended")
-
-
-def end_replicas(replicas: list[ReplicaHandle], patience: float = EXIT_SECONDS) -> None:
-    """End these processes, and wait until they have."""
-    for replica in replicas:
-        replica.hang_up()
-    for replica in replicas:
-        replica.workers.close(patience)

@@ -13,19 +13,18 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_trace import start_trace
-from nanoinfer.device import select_device
+from nanoinfer.device import select_devices
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
-from nanoinfer.errors import ConfigError, RequestError, WorkerError
+from nanoinfer.errors import RequestError, WorkerError
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.loading import FoundModel, LoadedEngine
 from nanoinfer.replicas.control import ReplicaControl
+from nanoinfer.replicas.handles import ReplicaHandle, end_replicas
 from nanoinfer.replicas.replica import run_replica
 from nanoinfer.replicas.replica_messages import Logged, Ready, Reply
-from nanoinfer.replicas.replicated_engine import ReplicaHandle, ReplicatedEngine, end_replicas, explain_end
-from nanoinfer.runner.setup import RunnerInfo
+from nanoinfer.replicas.replicated_engine import ReplicatedEngine
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Errors, for_each_params
 from nanoinfer.text.prompts import PreparedRequest
@@ -60,20 +59,11 @@ def check_functions(params: SamplingParams) -> None:
 
 def choose_devices(config: EngineConfig) -> list[str]:
     """Return the first device of each replica. Raises ConfigError if there are not enough GPUs."""
-    requested = config.device
-    if requested == "auto":
-        requested = "cuda" if torch.cuda.is_available() else "cpu"
-    first = select_device("cuda:0" if requested == "cuda" else requested)  # makes no context on a GPU
-    if first.type == "cpu":
-        return ["cpu"] * config.data_parallel_size
-    count, num_gpus = config.data_parallel_size * config.tensor_parallel_size, torch.cuda.device_count()
-    if first.index + count > num_gpus:
-        raise ConfigError(
-            f"data_parallel_size={config.data_parallel_size} with tensor_parallel_size={config.tensor_parallel_size} "
-            f"needs {count} GPUs, and PyTorch sees {num_gpus}; {first} is the first to use; use at most "
-            f"{num_gpus - first.index} in all"
-        )
-    return [f"cuda:{index}" for index in range(first.index, first.index + count, config.tensor_parallel_size)]
+    requested, size, ranks = config.device, config.data_parallel_size, config.tensor_parallel_size
+    if requested == "cuda" or (requested == "auto" and torch.cuda.is_available()):
+        requested = "cuda:0"  # which makes no context on a GPU
+    option = f"data_parallel_size={size} with tensor_parallel_size={ranks}"
+    return [str(device) for device in select_devices(requested, size * ranks, option)[::ranks]]
 
 
 def load_replicas(found: FoundModel) -> LoadedEngine:
@@ -107,12 +97,10 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
     prompt_processor = found.make_prompt_processor(tokenizer, max_model_len)
     constraints = found.make_constraints(CheckedConstraints, tokenizer, prompt_processor)
     queue = RequestQueue(engine)
-    info = RunnerInfo(
-        torch.device(ready[0].device),
-        getattr(torch, ready[0].dtype),
-        f"{size} replicas, each with {ready[0].description}",
-        max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values())),
-    )
+    first = ready[0].info
+    longest = max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values()))
+    description = f"{size} replicas, each with {first.description}"
+    info = replace(first, description=description, start_seconds=longest)
     return LoadedEngine(
         engine=engine,
         queue=queue,
@@ -120,7 +108,6 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
         constraints=constraints,
         control=ReplicaControl(engine, queue.lock),
         callbacks=engine.callbacks,
-        start_trace=lambda path, title: start_trace(path, title, engine, engine.callbacks),
         max_model_len=max_model_len,
         info=info,
         seconds={"replicas": time.perf_counter() - started},
@@ -137,7 +124,7 @@ def wait_until_ready(replicas: list[ReplicaHandle]) -> list[Ready]:
             try:
                 message = replica.connection.recv()
             except (EOFError, OSError):
-                raise WorkerError(str(explain_end(replica))) from None
+                raise WorkerError(str(replica.explain_end())) from None
             match message:
                 case Ready():
                     ready[replica.index] = message

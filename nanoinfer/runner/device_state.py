@@ -8,8 +8,8 @@ from nanoinfer.engine.packet import Header, PacketSections
 from nanoinfer.layers.attention.metadata import KVCache
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
-from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
+from nanoinfer.runner.pooler import Pooler
 from nanoinfer.runner.step_tables import StepTables
 from nanoinfer.sampling.sampler import Sampler
 
@@ -46,11 +46,11 @@ class DeviceState:
         self.tables.update(header, on_device)
         self.sampler.admit(header, on_host, on_device)
         self.pooler.admit(header, on_host)
-        if header.counts.block_copies:
+        if header.counts["block_copies"]:
             self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:
                 self.routing_table.copy_blocks(on_device.block_copies)
-        if header.counts.kept_states or header.counts.restored_states:
+        if header.counts["kept_states"] or header.counts["restored_states"]:
             assert self.tables.recurrent_states is not None, "states are copied for a model that has none"
             # Saved to snapshots before others are restored from them.
             self.tables.recurrent_states.copy(on_host.kept_states.tolist() + on_host.restored_states.tolist())

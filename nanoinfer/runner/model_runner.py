@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.extras.hidden_states_request import PoolerOutput
+from nanoinfer.engine.hidden_states_request import PoolerOutput
 from nanoinfer.engine.packet import Header, Packet, PacketSections, column, read_header, split_packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -76,12 +76,12 @@ class ModelRunner:
             on_host = split_packet(packet, header)
             on_device = split_packet(to_device(torch.from_numpy(packet), self.device), header)
             self.state.enter(header, on_host, on_device)
-            if header.counts.chunks:
+            if header.counts["chunks"]:
                 return self._launch_prefill(header, on_host, on_device)
             return self._launch_decode(on_host, on_device)
 
     def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> LaunchedStep:
-        assert not header.counts.decode_rows, "both prefill and decode would write the first logits"
+        assert not header.counts["decode_rows"], "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
         forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model

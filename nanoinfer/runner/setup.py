@@ -12,7 +12,7 @@ from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import num_step_threads, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.limits import RunnerLimits
+from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
 from nanoinfer.layers.attention.kv_quantization import is_8_bit, select_kv_cache_dtype
@@ -23,12 +23,11 @@ from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.implementations import load
 from nanoinfer.models.interface import Model
-from nanoinfer.pooling.dense import DenseLayer, load_dense
-from nanoinfer.pooling.pooler import Pooler
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
+from nanoinfer.runner.pooler import DenseLayer, Pooler, load_dense
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 

@@ -52,12 +52,12 @@ class StepTables:
 
     def update(self, header: Header, sections: PacketSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
-        if header.counts.row_records:
+        if header.counts["row_records"]:
             rows, lens = column(sections, "row_records", "row").long(), column(sections, "row_records", "num_tokens")
             self.context_lens[rows] = lens
-            segments, columns = ragged_indices(cumulative_lens(lens), header.counts.known_tokens)
+            segments, columns = ragged_indices(cumulative_lens(lens), header.counts["known_tokens"])
             self.token_ids[rows[segments], columns] = sections.known_tokens[:, 0]
-        if header.counts.new_blocks:
+        if header.counts["new_blocks"]:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
             self.block_tables[rows, columns] = block_ids.int()
 

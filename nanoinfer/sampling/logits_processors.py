@@ -5,13 +5,13 @@ one step at a time. To add one, write a class with the methods of `RowProcessor`
 `row_processors`. What holds for one step only is in `sampling/mask_processors.py`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum, auto
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
@@ -31,12 +31,12 @@ def read_field(records: Tensor, dtype: np.dtype[Any], name: str) -> Tensor:
 
 def read_options(sections: PacketSections, names: tuple[str, ...]) -> Tensor:
     """Return these options of a packet's sampling records on the device, (num_records, num_names) float32."""
-    section, dtype = sections.sampling_records, SECTION_DTYPES.sampling_records
+    section, dtype = sections.sampling_records, SECTION_DTYPES["sampling_records"]
     return torch.stack([read_field(section, dtype, name).float() for name in names], dim=1)
 
 
 class Stage(IntEnum):
-    """When a processor acts, the first ones first. Raw log-probabilities are those before all of them."""
+    """Orders the processors. Raw log-probabilities are taken before all of them."""
 
     GRAMMARS = auto()
     BIASES = auto()
@@ -46,19 +46,28 @@ class Stage(IntEnum):
     TOKEN_SETS = auto()
 
 
-class LogitsProcessor(Protocol):
-    """Changes the logits of the rows that ask for it."""
+class LogitsProcessor(ABC):
+    """Changes the logits of the rows that ask for it. by_row: what each of these asks for."""
 
     stage: ClassVar[Stage]
 
+    def __init__(self) -> None:
+        self.by_row: dict[int, Any] = {}
+
     def wants(self, row: int) -> bool:
         """Return whether the logits of this row's next token are to be changed."""
+        return row in self.by_row
 
+    def places(self, host_rows: list[int]) -> list[int]:
+        """Return which of these rows want it."""
+        return [place for place, row in enumerate(host_rows) if row in self.by_row]
+
+    @abstractmethod
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         """Return changed logits (num_rows, vocab_size); some of the rows want it. Called once for each token."""
 
 
-class RowProcessor(LogitsProcessor, Protocol):
+class RowProcessor(LogitsProcessor):
     """Changes the logits of a row for as long as the sequence that asked for it is there.
 
     reads: the options of SamplingRecord that it looks at.
@@ -66,117 +75,104 @@ class RowProcessor(LogitsProcessor, Protocol):
 
     reads: ClassVar[tuple[str, ...]]
 
+    @abstractmethod
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         """Remember what the newly admitted rows of a packet ask for; `records` are its sampling records."""
 
     def release(self, row: int) -> None:
         """Forget what a row asked for; another sequence moves in."""
+        self.by_row.pop(row, None)
 
 
-class LogitBias:
-    """Adds what the user wants to the logits of some tokens."""
+class LogitBias(RowProcessor):
+    """Adds what the user wants to the logits of some tokens. by_row: records of TokenBias."""
 
     stage: ClassVar = Stage.BIASES
     reads: ClassVar[tuple[str, ...]] = ()  # logit_bias is ragged
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
+        super().__init__()
         self._vocab_size = vocab_size
         self._device = device
-        self._biases: dict[int, NDArray[Any]] = {}  # by row: records of TokenBias
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
-        biases = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES.biases)
+        biases = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES["biases"])
         for record, its_biases in slices_of(biases, records, "num_biases"):
             if len(its_biases):
-                self._biases[record.row] = its_biases[its_biases["token_id"] < self._vocab_size]
-
-    def release(self, row: int) -> None:
-        self._biases.pop(row, None)
-
-    def wants(self, row: int) -> bool:
-        return row in self._biases
+                self.by_row[record.row] = its_biases[its_biases["token_id"] < self._vocab_size]
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        found = {index: self._biases[row] for index, row in enumerate(host_rows) if row in self._biases}
-        places = [index * self._vocab_size + biases["token_id"].astype(np.int64) for index, biases in found.items()]
+        found = {place: self.by_row[host_rows[place]] for place in self.places(host_rows)}
+        places = [place * self._vocab_size + biases["token_id"].astype(np.int64) for place, biases in found.items()]
         values = [biases["bias"] for biases in found.values()]
         on_device = [to_device(torch.from_numpy(np.concatenate(parts)), self._device) for parts in (places, values)]
         return logits.float().flatten().index_add(0, *on_device).view_as(logits)
 
 
-class Penalties:
-    """Presence, frequency and repetition penalties."""
+class Penalties(RowProcessor):
+    """Presence, frequency and repetition penalties. by_row: the row's record."""
 
     stage: ClassVar = Stage.PENALTIES
     reads: ClassVar[tuple[str, ...]] = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
     def __init__(self, token_ids: Tensor, context_lens: Tensor) -> None:
+        super().__init__()
         num_rows, device = len(context_lens), context_lens.device
         self._token_ids = token_ids
         self._context_lens = context_lens
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._penalties = torch.zeros(num_rows, len(self.reads), dtype=torch.float32, device=device)
-        self._rows: set[int] = set()
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
-        self._rows |= {record.row for record in records if record.asks_for(self.reads)}
-        section, dtype = on_device.sampling_records, SECTION_DTYPES.sampling_records
+        self.by_row |= {record.row: record for record in records if record.asks_for(self.reads)}
+        section, dtype = on_device.sampling_records, SECTION_DTYPES["sampling_records"]
         rows = column(on_device, "sampling_records", "row").long()
         self._prompt_lens[rows] = read_field(section, dtype, "num_prompt_tokens")
         self._penalties[rows] = read_options(on_device, self.reads)
 
-    def release(self, row: int) -> None:
-        self._rows.discard(row)
-
-    def wants(self, row: int) -> bool:
-        return row in self._rows
-
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         tables = (self._token_ids, self._context_lens, self._prompt_lens, self._penalties)
-        indices = [index for index, row in enumerate(host_rows) if row in self._rows]
-        if len(indices) == len(host_rows):
+        places = self.places(host_rows)
+        if len(places) == len(host_rows):
             return penalise(logits.float(), *(table[rows] for table in tables))
-        # In the tables, a row without penalties may still have those of the sequence that was there before.
-        some = numbers_to_device(indices, logits.device)
+        # In the tables, a row without penalties may still have the penalties of its last sequence.
+        some = numbers_to_device(places, logits.device)
         penalised = penalise(logits[some].float(), *(table[rows[some]] for table in tables))
         return logits.float().index_copy(0, some, penalised)
 
 
-class MinTokens:
-    """Forbids stop tokens until a sequence has generated its min_tokens."""
+class MinTokens(RowProcessor):
+    """Forbids stop tokens until a sequence has generated its min_tokens.
+
+    by_row: how many tokens are to come before a stop token is allowed, and the stop tokens.
+    """
 
     stage: ClassVar = Stage.MIN_TOKENS
     reads: ClassVar[tuple[str, ...]] = ("min_tokens",)
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
+        super().__init__()
         self._vocab_size = vocab_size
         self._device = device
-        self._stop_ids: dict[int, list[int]] = {}  # by row
-        self._num_left: dict[int, int] = {}  # by row: tokens to generate before a stop token is allowed
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         stop_ids = on_host.stop_ids[:, 0].tolist()
         for record, its_stop_ids in slices_of(stop_ids, records, "num_stop_ids"):
             num_left = record.min_tokens - record.num_generated
             if num_left > 0 and its_stop_ids:
-                self._stop_ids[record.row] = [token_id for token_id in its_stop_ids if token_id < self._vocab_size]
-                self._num_left[record.row] = num_left
-
-    def release(self, row: int) -> None:
-        self._num_left.pop(row, None)
-        self._stop_ids.pop(row, None)
-
-    def wants(self, row: int) -> bool:
-        return row in self._num_left
+                known = [token_id for token_id in its_stop_ids if token_id < self._vocab_size]
+                self.by_row[record.row] = num_left, known
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
         forbidden = []  # (index of the row, token id)
-        for index, row in enumerate(host_rows):
-            if self.wants(row):
-                forbidden += [(index, token_id) for token_id in self._stop_ids[row]]
-                self._num_left[row] -= 1
-                if self._num_left[row] == 0:
-                    self.release(row)
+        for place in self.places(host_rows):
+            row = host_rows[place]
+            num_left, stop_ids = self.by_row[row]
+            forbidden += [(place, token_id) for token_id in stop_ids]
+            if num_left > 1:
+                self.by_row[row] = num_left - 1, stop_ids
+            else:
+                self.release(row)
         if not forbidden:
             return logits
         places = numbers_to_device(forbidden, self._device)

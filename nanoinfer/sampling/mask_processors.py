@@ -18,11 +18,11 @@ from nanoinfer.device import numbers_to_device, to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.ops.logits.spec import forbid_tokens
-from nanoinfer.sampling.logits_processors import Stage
+from nanoinfer.sampling.logits_processors import LogitsProcessor, Stage
 
 
 class MaskSender:
-    """Copies masks to the device on a stream of its own, beside the forward pass, and from there to the other ranks."""
+    """Copies masks to the device on a stream of its own, during the forward pass, and from there to the other ranks."""
 
     def __init__(self, vocab_size: int, device: torch.device, tp: TensorParallel) -> None:
         self.num_words = -(-vocab_size // 32)  # of a mask
@@ -50,30 +50,28 @@ class MaskSender:
         return self._tp.broadcast(on_device)
 
 
-class UserFunctionProcessor:
+class UserFunctionProcessor(LogitsProcessor):
     """Runs users' functions on rank 0, each on a copy of its row's logits.
 
-    errors: by batch_idx, why a function failed. Its row becomes NaN, so that no token is drawn. Others do not notice.
+    by_row: the batch_idx. errors: by batch_idx, why a function failed. Its row becomes NaN, so that no token is drawn;
+    the other rows are drawn as ever.
     """
 
     stage: ClassVar = Stage.USER_FUNCTIONS
 
     def __init__(self, masks: TokenMasks, host_rows: list[int], tp: TensorParallel) -> None:
         self.errors: dict[int, str] = {}
-        self.batch_idx_of = {host_rows[batch_idx]: batch_idx for batch_idx in masks.functions}  # by row
+        self.by_row = {host_rows[batch_idx]: batch_idx for batch_idx in masks.functions}
         self._functions = masks.functions
         self._tp = tp
 
-    def wants(self, row: int) -> bool:
-        return row in self.batch_idx_of
-
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        places = [place for place, row in enumerate(host_rows) if row in self.batch_idx_of]
+        places = self.places(host_rows)
         on_device = numbers_to_device(places, logits.device)
         changed = logits[on_device].float()
         if self._tp.rank == 0:
             for place, its_logits in zip(places, changed, strict=True):
-                self._change(self.batch_idx_of[host_rows[place]], its_logits)
+                self._change(self.by_row[host_rows[place]], its_logits)
         return logits.float().index_copy(0, on_device, self._tp.broadcast(changed))
 
     def _change(self, batch_idx: int, logits: Tensor) -> None:
@@ -93,23 +91,20 @@ class UserFunctionProcessor:
             logits.fill_(torch.nan)
 
 
-class TokenSetProcessor:
-    """Forbids what allowed_token_ids and bad_words leave out."""
+class TokenSetProcessor(LogitsProcessor):
+    """Forbids what allowed_token_ids and bad_words leave out. by_row: which of the masks."""
 
     stage: ClassVar = Stage.TOKEN_SETS
 
     def __init__(self, masks: RowMasks | None, host_rows: list[int], sender: MaskSender) -> None:
-        self.masks: dict[int, int] = {}  # by row: which of the masks
+        super().__init__()
         if masks is not None and masks.batch_indices:
-            self.masks = {host_rows[batch_idx]: mask for mask, batch_idx in enumerate(masks.batch_indices)}
+            self.by_row = {host_rows[batch_idx]: mask for mask, batch_idx in enumerate(masks.batch_indices)}
             self._batch_indices, self._bits = masks.batch_indices, sender.send(masks)
 
-    def wants(self, row: int) -> bool:
-        return row in self.masks
-
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        places = [place for place, row in enumerate(host_rows) if row in self.masks]
-        masks = [self.masks[host_rows[place]] for place in places]
+        places = self.places(host_rows)
+        masks = [self.by_row[host_rows[place]] for place in places]
         on_device, masks_on_device = numbers_to_device([places, masks], logits.device)
         logits = logits.to(torch.float32, copy=True)  # raw log-probabilities are read off what was given
         forbid_tokens(logits, on_device, self._bits[masks_on_device])
@@ -123,18 +118,18 @@ class GrammarProcessor(TokenSetProcessor):
 
     def forbid_in_place(self, logits: Tensor, first_id: int, spared: set[int]) -> None:
         """Forbid it in logits (num_rows, vocab shard), from id `first_id` on; `apply` does it for spared rows."""
-        if not self.masks:
+        if not self.by_row:
             return
         if not spared:
             forbid_tokens(logits, numbers_to_device(self._batch_indices, logits.device), self._bits, first_id)
-            self.masks = {}
+            self.by_row = {}
             return
-        others = [mask for row, mask in self.masks.items() if row not in spared]
+        others = [mask for row, mask in self.by_row.items() if row not in spared]
         if others:
             places = [others, [self._batch_indices[mask] for mask in others]]
             masks, batch_indices = numbers_to_device(places, logits.device)
             forbid_tokens(logits, batch_indices, self._bits[masks], first_id)
-        self.masks = {row: mask for row, mask in self.masks.items() if row in spared}
+        self.by_row = {row: mask for row, mask in self.by_row.items() if row in spared}
 
 
 def _checked(result: Any, logits: Tensor) -> Tensor:

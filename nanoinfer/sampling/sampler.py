@@ -31,7 +31,7 @@ from nanoinfer.sampling.sample_logprobs import SampleLogprobs, SampleLogprobsRea
 
 ROWS_AT_ONCE = 64  # rows whose logits are copied at the same time
 NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: penalties alone make eight
-NUM_MASKS = 4  # for all rows: those of grammars and of token sets, of two steps
+NUM_MASKS = 4  # for all rows: masks of grammars and of token sets, of two steps
 
 
 class PromptSpan(NamedTuple):
@@ -43,7 +43,7 @@ class PromptSpan(NamedTuple):
 
 
 class SpanLogprobs(NamedTuple):
-    """Log-probabilities of prompts' tokens, those of all spans end to end."""
+    """Holds log-probabilities of prompts' tokens, all spans end to end."""
 
     spans: list[PromptSpan]
     logprobs: LogprobsTensors
@@ -92,11 +92,11 @@ class Sampler:
 
     def admit(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
-        if not header.counts.row_records:
+        if not header.counts["row_records"]:
             return
         records, rows = on_device.row_records, column(on_device, "row_records", "row").long()
-        self.temperatures[rows] = read_field(records, SECTION_DTYPES.row_records, "temperature")
-        self.seeds[rows] = read_field(records, SECTION_DTYPES.row_records, "seed")
+        self.temperatures[rows] = read_field(records, SECTION_DTYPES["row_records"], "temperature")
+        self.seeds[rows] = read_field(records, SECTION_DTYPES["row_records"], "seed")
         self.limits.index_fill_(0, rows, 0.0)  # no filter, whatever was before; `[rows] = 0.0` would wait for the GPU
         if self._records:
             for row in column(on_host, "row_records", "row").tolist():
@@ -106,7 +106,7 @@ class Sampler:
                     self._logprobs.release(row)
                     for processor in self.processors:
                         processor.release(row)
-        if header.counts.sampling_records:
+        if header.counts["sampling_records"]:
             self._admit_records(on_host, on_device)
 
     def _admit_records(self, on_host: PacketSections, on_device: PacketSections) -> None:
@@ -133,11 +133,11 @@ class Sampler:
         errors: dict[int, str] = {}
         if masks is not None:
             grammars = GrammarProcessor(masks.grammars, host_rows, self._mask_sender)
-            grammars.forbid_in_place(logits, first_id, spared={*filter(self._logprobs.wants_raw, grammars.masks)})
+            grammars.forbid_in_place(logits, first_id, spared={*filter(self._logprobs.wants_raw, grammars.by_row)})
             functions = UserFunctionProcessor(masks, host_rows, self.tp)
             token_sets = TokenSetProcessor(masks.token_sets, host_rows, self._mask_sender)
             processors = sorted([*self.processors, grammars, functions, token_sets], key=lambda one: one.stage)
-            masked, errors = functions.batch_idx_of.keys() | token_sets.masks.keys(), functions.errors
+            masked, errors = functions.by_row.keys() | token_sets.by_row.keys(), functions.errors
         copied = []
         if self._may_need_copy or masked:
             copied = [
@@ -244,7 +244,7 @@ class Sampler:
     def _process(
         self, logits: Tensor, rows: Tensor, host_rows: list[int], processors: Sequence[LogitsProcessor]
     ) -> Tensor:
-        """Return whole logits (num_rows, vocab_size) as the processors change them; those given stay as they are."""
+        """Return whole logits (num_rows, vocab_size) as the processors change them; the given tensor stays as it is."""
         for processor in processors:
             if any(map(processor.wants, host_rows)):
                 logits = processor.apply(logits, rows, host_rows)
@@ -267,7 +267,7 @@ class Sampler:
 
 def read_sampling_records(section: NDArray[np.int32]) -> list[SamplingRecord]:
     """Return the records of a host packet's section."""
-    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES.sampling_records)
+    records = np.ascontiguousarray(section).reshape(-1).view(SECTION_DTYPES["sampling_records"])
     return [SamplingRecord._make(record) for record in records.tolist()]
 
 

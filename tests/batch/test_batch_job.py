@@ -44,7 +44,7 @@ from nanoinfer.batch.openai_format import (
     parse_body,
     response_body,
 )
-from nanoinfer.config import ANSWERS_DEPEND_ON, CHANGE_NO_ANSWER, EngineConfig
+from nanoinfer.config import ANSWERS_DEPEND_ON, EngineConfig
 from nanoinfer.constraints.grammars import GrammarLibrary
 from nanoinfer.engine.interrupts import Terminated, postponed_interrupt, terminable
 from nanoinfer.engine.request_queue import Inbox
@@ -882,7 +882,6 @@ def test_without_the_file_of_settings_an_error_shows_those_of_now(llm: LLM, tmp_
 
 
 def test_every_option_that_answers_depend_on_is_compared_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {field.name for field in fields(EngineConfig)} >= CHANGE_NO_ANSWER
     assert {"dtype", "kv_cache_dtype", "quantization", "logprobs_mode", "seed"} <= {*ANSWERS_DEPEND_ON}
     shown = said(capsys, "run-batch", "--help")[1].partition("options:")[0]
     documented = (Path(__file__).parents[2] / "docs" / "batch.md").read_text().partition("## Stopped jobs")[2]

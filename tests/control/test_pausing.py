@@ -207,7 +207,7 @@ def test_a_stream_says_nothing_of_a_paused_request_until_it_is_resumed(llm: LLM)
 def test_generate_waits_for_a_paused_request_without_work_and_says_so(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("nanoinfer.engine.pausing.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("nanoinfer.engine.request_queue.PATIENCE_SECONDS", 0.1)
     ids: list[int] = []
     end = llm.on_step(lambda event: ids.extend(change.request_id for change in event.changes))
     end_pausing = llm.on_step(lambda event: llm.pause(ids))

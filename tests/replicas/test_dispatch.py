@@ -2,8 +2,8 @@
 
 from array import array
 
-from nanoinfer.engine.extras.hidden_states_request import HiddenStatesRequest
-from nanoinfer.replicas.dispatcher import FEW_TOKENS, PREFIX_TOKENS, Dispatcher, QueuedRequest, expected_work
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, SHORT_ANSWER_TOKENS, Dispatcher, QueuedRequest, expected_work
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -161,7 +161,7 @@ def test_texts_that_are_pooled_count_half_since_a_replica_needs_them_for_two_ste
 def test_what_generates_little_counts_half_too() -> None:
     dispatcher = Dispatcher(num_replicas=1, num_rows=8)
     for request_id in range(40):
-        dispatcher.add(make_request(request_id, FEW_TOKENS + (request_id >= 30)))
+        dispatcher.add(make_request(request_id, SHORT_ANSWER_TOKENS + (request_id >= 30)))
     assert len(feed(dispatcher)[0]) == 10 + 2 * (16 - 10)
 
 

@@ -7,16 +7,11 @@ import numpy as np
 import pytest
 
 from nanoinfer import tiny_model_path
-from nanoinfer.engine.extras.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
-from nanoinfer.replicas.replica_messages import (
-    common_prefixes,
-    pack_outputs,
-    pack_requests,
-    unpack_outputs,
-    unpack_requests,
-)
+from nanoinfer.replicas.packed_outputs import pack_outputs, unpack_outputs
+from nanoinfer.replicas.replica_messages import common_prefixes, pack_requests, unpack_requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest, pack_ids
 from nanoinfer.text.tokenizer import load_tokenizer

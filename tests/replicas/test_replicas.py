@@ -23,10 +23,11 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.batch.batch_job import run_batch
+from nanoinfer.engine.interfaces import ReservedIds
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.engine.reserved_ids import ReservedIds
 from nanoinfer.flat_logprobs import FlatLogprobs
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, StepEvent
+from nanoinfer.metrics import StepEvent
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.replicas.replica_messages import Call
 from nanoinfer.text.prompts import PreparedRequest
 

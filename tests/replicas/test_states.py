@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, PoolingParams, RequestError, SamplingParams, tiny_model_path
-from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRequest
+from nanoinfer.engine.hidden_states_request import ChunkStates, HiddenStatesRequest
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.pooling_outputs import PoolingRequestOutput
-from nanoinfer.replicas.packed_states import keep_states, unpack_states
+from nanoinfer.replicas.packed_outputs import keep_states, unpack_states
 from tests.pooling.test_decoders import assert_close, embeddings
 from tests.pooling.test_encoders import ENCODERS, PAIRS, save_encoder, write_tokenizer
 from tests.pooling.test_ways_to_call import run as run_job

@@ -1,4 +1,4 @@
-"""What a block manager does beside giving out blocks, where layers remember more, or less, than keys and values.
+"""Hooks of the block manager for models whose layers keep recurrent states, or keys and values of a window alone.
 
 The scheduler calls these hooks for every model, and they do nothing where all layers attend to all tokens.
 """
@@ -11,10 +11,10 @@ from nanoinfer.engine.sequence import Sequence
 class BlockHooks:
     """The hooks as `BlockManager` has them.
 
-    `hybrid_blocks.py` overrides those before `free_outside_window`, to keep recurrent states and find them again, and
-    `windowed_blocks.py` those from there on: its sequences take blocks and give them back while they run. They also
-    override public methods of `BlockManager`, and private ones: both `_find_partial_hit` and `_remove_entry`, and the
-    second one `_take_block`, `_is_cached` and `_hold_source`. Who changes one of these changes all three files.
+    `hybrid_blocks.py` overrides the hooks before `free_outside_window`, to keep recurrent states and find them again.
+    `windowed_blocks.py` overrides the hooks from there on: its sequences take blocks and give them back while they run.
+    Hybrid and windowed managers override these private methods of `BlockManager` too; keep the three files in step:
+    `_find_partial_hit` and `_remove_entry` (both), `_take_block`, `_is_cached` and `_hold_source` (windowed).
     """
 
     @property

@@ -124,7 +124,7 @@ class HybridBlockManager(BlockManager):
         num_tokens = seq.num_computed_tokens
         self.cache_blocks(seq, num_tokens)
         if num_tokens >= self.min_kept_tokens:
-            snapshot = self.snapshots.plan(seq, num_tokens, takes_place_over=True)
+            snapshot = self.snapshots.plan(seq, num_tokens, may_evict=True)
             if snapshot is not None:
                 self._keep(snapshot)
 

@@ -62,7 +62,7 @@ class PartialHits:
     def __init__(self, min_tokens: int) -> None:
         self.min_tokens = min_tokens
         self._siblings: defaultdict[int, Siblings] = defaultdict(list)  # by the parent's serial
-        self._new: defaultdict[int, Siblings] = defaultdict(list)  # likewise: those of the current step
+        self._new: defaultdict[int, Siblings] = defaultdict(list)  # likewise: entries of the current step
 
     def start_step(self) -> None:
         for parent_serial, items in self._new.items():
@@ -139,7 +139,7 @@ def num_common(one: Buffer, other: Buffer) -> int:
     """Return how many token ids two texts have in common before they part."""
     if one[:4] != other[:4]:
         return 0  # nearly always
-    one, other = bytes(one), bytes(other)  # which compare by memory; those that are bytes are not copied
+    one, other = bytes(one), bytes(other)  # bytes compare by memory, and are not copied here
     least, most = 0, min(len(one), len(other)) // 4
     if one[: 4 * most] == other[: 4 * most]:
         return most

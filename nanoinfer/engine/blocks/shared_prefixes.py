@@ -68,7 +68,7 @@ class PrefixGrouper:
         """Return the sequences of a decode step in the order of its rows, and the groups of rows that share blocks.
 
         The rows of groups come first; the others stay in their order. Later steps may get the same lists, so
-        nobody may change them.
+        callers must not change them.
         """
         if self.max_prefix_group_rows < 2:
             return decode, []
@@ -109,7 +109,7 @@ class PrefixGrouper:
         return groups
 
     def _group(self, seqs: list[Sequence]) -> Group:
-        # They are sorted, so those between have these blocks too. A part of a run may share more than the run does.
+        # Sorted sequences between these two have the same blocks. A part of a run may share more than the run does.
         num_blocks = _num_common_blocks(seqs[0], seqs[-1])
         num_tokens = min(seq.num_computed_tokens for seq in seqs)  # the step's own included
         assert num_blocks * self.block_size < num_tokens, (
@@ -128,7 +128,7 @@ def _split_family(family: list[Sequence]) -> list[list[Sequence]]:
     family = sorted(family, key=lambda seq: seq.block_table)
     num_common = [_num_common_blocks(seq, following) for seq, following in pairwise(family)]
     groups = []
-    open_runs = [Group([], num_blocks=0)]  # those that the current sequence lies in, the innermost last
+    open_runs = [Group([], num_blocks=0)]  # runs that the current sequence lies in, the innermost last
     for seq, num_blocks in zip(family, [*num_common, 0], strict=True):  # blocks that it shares with the next one
         if num_blocks > open_runs[-1].num_blocks:
             open_runs.append(Group([], num_blocks))

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from nanoinfer.engine.blocks.queued_prompts import QueuedPrompts
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
-MAX_COMPARED = 16  # snapshots that are looked at for one to give its place up
+MAX_COMPARED = 16  # snapshots that are compared before one is evicted
 
 
 class StateCopy(NamedTuple):
@@ -90,17 +90,17 @@ class StateSnapshots:
         kept, self._to_keep, self._to_restore = self._to_keep, [], []
         return kept, restored
 
-    def plan(self, seq: Sequence, num_tokens: int, takes_place_over: bool = False) -> Snapshot | None:
+    def plan(self, seq: Sequence, num_tokens: int, may_evict: bool = False) -> Snapshot | None:
         """Return the snapshot that `seq` is to leave after so many tokens; None where there is no free place for it.
 
-        takes_place_over: whether a snapshot that nobody waits for may make room.
+        may_evict: whether a snapshot that no queued text needs may be evicted for it.
         """
-        if not self._free and not (takes_place_over and self._make_room(1)):
+        if not self._free and not (may_evict and self._make_room(1)):
             return None
         return Snapshot(seq.token_ids[:num_tokens], self._free.pop(), seq)
 
     def plan_awaited(self, seq: Sequence, num_tokens: int, num_users: int) -> Snapshot | None:
-        """Do as `plan` for a snapshot that so many texts wait for; it may take the place of one that saves less.
+        """Do as `plan` for a snapshot that so many texts wait for; it may evict one that saves less.
 
         None also if another sequence is to leave this snapshot.
         """
@@ -154,7 +154,7 @@ class StateSnapshots:
         self._to_restore.append((snapshot, seq))
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot. Copies that are due are made all the same: the place is written later, if at all."""
+        """Forget a snapshot. Copies that are due are still made, before its place can be written again."""
         del self._kept[snapshot]
         siblings = self._children[snapshot.parent_serial]
         del siblings[snapshot.tail]
@@ -164,7 +164,7 @@ class StateSnapshots:
         self._free.append(snapshot.place)
 
     def drop_children(self, parent_serial: int) -> None:
-        """Forget what hangs under an entry that is removed: nobody can find it any more."""
+        """Forget the snapshots under an entry that is removed: no lookup can find them any more."""
         for snapshot in list(self._children.get(parent_serial, {}).values()):
             self.drop(snapshot)
 
@@ -182,7 +182,7 @@ class StateSnapshots:
                 del self._awaited[length]
 
     def _make_room(self, worth: int) -> bool:
-        """Drop the snapshot that saves the least, the least recently used among equals; False if all save more."""
+        """Evict the snapshot that saves the least, the least recently used among equals; False if all save more."""
         least: Snapshot | None = None
         for snapshot in islice(self._kept, MAX_COMPARED):
             saves = self._queued.num_beginning_with(snapshot.text) * len(snapshot.text)

@@ -7,20 +7,59 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from nanoinfer.checkpoint.pooling_config import PoolingConfig
+from nanoinfer.checkpoint.pooling_config import DenseConfig, PoolingConfig
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.extras.hidden_states_request import ChunkStates, HiddenStatesRecord, PooledVectors, PoolerOutput
+from nanoinfer.engine.hidden_states_request import ChunkStates, HiddenStatesRecord, PooledVectors, PoolerOutput
 from nanoinfer.engine.packet import Header, PacketSections, column
+from nanoinfer.errors import ModelError
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.interface import Model
-from nanoinfer.pooling.dense import DenseLayer
 
 Chunks = list[list[int]]  # (row, start, length) of each chunk of a step
 # (index, offset, start, length, ends) of each chunk that is pooled: its place in the list, that of its first token in
 # the step and in its prompt, its number of tokens, and whether its prompt ends with it. Hundreds are made in each step.
 PooledChunks = list[tuple[int, int, int, int, bool]]
+
+
+class DenseLayer:
+    """Computes activation(x W^T + b) in float32, as sentence-transformers puts it after pooling.
+
+    weight: (out_features, in_features); bias: (out_features,) or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.weight, self.bias = weight.float(), None if bias is None else bias.float()
+        self.activation = nn.Softmax(-1) if activation == "Softmax" else getattr(nn, activation)()
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        return self.activation(F.linear(vectors, self.weight, self.bias))
+
+
+def load_dense(configs: tuple[DenseConfig, ...], is_random: bool, device: torch.device) -> list[DenseLayer]:
+    """Return the layers that a folder describes. Raises ModelError where their weights are missing or do not fit."""
+    return [_load_dense_layer(config, is_random, device) for config in configs]
+
+
+def _load_dense_layer(config: DenseConfig, is_random: bool, device: torch.device) -> DenseLayer:
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (config.out_features, config.in_features)}
+    shapes |= {"linear.bias": (config.out_features,)} if config.bias else {}
+    if is_random:
+        weights = {name: torch.full(shape, 0.02) for name, shape in shapes.items()}
+    else:
+        path = config.path / "model.safetensors"
+        try:
+            weights = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read ({error}); a dense layer's weights are in safetensors") from None
+        if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
+            raise ModelError(f"{path} has weights of other names or shapes than its config.json: it must have {shapes}")
+    bias = weights.get("linear.bias")
+    return DenseLayer(weights["linear.weight"].to(device), None if bias is None else bias.to(device), config.activation)
 
 
 class Pooler:
@@ -37,11 +76,11 @@ class Pooler:
 
     def admit(self, header: Header, on_host: PacketSections) -> None:
         """Enter what the newly admitted rows of a packet want, in place of what was known of these rows."""
-        if self._records and header.counts.row_records:
+        if self._records and header.counts["row_records"]:
             for row in column(on_host, "row_records", "row").tolist():
                 self._records.pop(row, None)
                 self._sums.pop(row, None)
-        if header.counts.hidden_states_records:
+        if header.counts["hidden_states_records"]:
             layers = on_host.wanted_layers[:, 0].tolist()
             for numbers in on_host.hidden_states_records.tolist():
                 record = HiddenStatesRecord._make(numbers)

@@ -106,4 +106,4 @@ def collect_states(chunks: Sequence[Any], found: Sequence[PoolerOutput]) -> None
     for seq, start, length, _ in chunks:
         states = seq.hidden_states_request
         if states is not None and not states.pools and start + length >= seq.num_prompt_tokens:
-            seq.hidden_states_request = None  # all have come; they are not wanted again if the prompt is computed again
+            seq.hidden_states_request = None  # all have come: a recomputed prompt does not need them again

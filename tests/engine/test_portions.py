@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nanoinfer import LLM, EngineStateError, RequestError, SamplingParams, tiny_model_path
+from nanoinfer.engine.preparer import Portions
 from nanoinfer.sampling_params import SamplingParams as Params
 from nanoinfer.text.arguments import Errors
-from nanoinfer.text.portions import Portions
 from nanoinfer.text.prompts import PreparedRequest
 
 PROMPTS = [f"{number} + {number} =" for number in range(11)]
