@@ -97,7 +97,7 @@ def _read_modernbert(raw: Mapping[str, Any]) -> EncoderConfig:
         )
     thetas = {"full_attention": raw["global_rope_theta"], "sliding_attention": raw["local_rope_theta"]}
     sets = raw.get("rope_parameters") or {}
-    for name, part in sets.items():
+    for name, part in sets.items() if isinstance(sets, Mapping) else [("", sets)]:
         if name not in thetas or not isinstance(part, Mapping) or part.get("rope_type", "default") != "default":
             raise ModelError(f"config.json has rope_parameters={sets!r:.200}; only those of type default are supported")
         thetas[name] = part.get("rope_theta") or thetas[name]
