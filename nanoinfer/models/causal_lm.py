@@ -1,13 +1,14 @@
 """A decoder and its head: the class that architectures are subclasses of."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_fields import TEXT_PREFIXES
+from nanoinfer.checkpoint.quantization_config import TEXT_PREFIXES
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
@@ -28,18 +29,15 @@ BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoint
 class DecoderForCausalLM(NativeModel):
     """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
 
-    An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names
-    of its weights by what `Architecture` in `checkpoint/model_config.py` and `CheckpointNames` in `weights.py` list.
+    An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json by
+    `config_defaults` and `read_config`, in the names of its weights by what `CheckpointNames` in `weights.py` lists.
 
     max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
     """
 
     spec: ClassVar[DecoderSpec] = DecoderSpec()
+    # What config.json may leave out, by the values that transformers then takes.
     config_defaults: ClassVar[Mapping[str, Any]] = {}
-    special_fields: ClassVar[Set[str]] = frozenset()
-    rotates_windows_alone: ClassVar[bool] = False
-    needs_window: ClassVar[bool] = False
-    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     # How the names of tensors begin that are not needed: those of vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),
@@ -66,6 +64,11 @@ class DecoderForCausalLM(NativeModel):
         "gate_proj": ("gate_up_proj", "gate"),
         "up_proj": ("gate_up_proj", "up"),
     }
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        """Return the fields of ModelConfig that are not read as those of most decoders: see `native_config.py`."""
+        return {}
 
     def __init__(
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel

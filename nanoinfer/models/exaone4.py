@@ -1,8 +1,10 @@
 """EXAONE 4: norms after attention and MLP instead of before; layers without a window know no positions."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import all_but_every_nth, read_windows, without_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -15,5 +17,8 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }
-    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern"}
-    rotates_windows_alone: ClassVar = True
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        windows = read_windows(fields, all_but_every_nth)
+        return {"windows": windows, "unrotated": without_windows(windows)}

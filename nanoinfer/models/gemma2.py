@@ -1,9 +1,11 @@
 """Gemma 2: soft caps of attention's scores and of logits; a window in every other layer; the rest as in Gemma 3."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import all_but_every_nth, read_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.gemma3 import Gemma3Embedding
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
@@ -30,12 +32,13 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
-    special_fields: ClassVar = {
-        "query_pre_attn_scalar",
-        "sliding_window",
-        "sliding_window_pattern",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-    }
-    # Checkpoints have it beside hidden_activation.
-    unsupported_unless: ClassVar = {"hidden_act": "gelu_pytorch_tanh"}
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        fields.must_be("hidden_act", "gelu_pytorch_tanh")  # which checkpoints have beside hidden_activation
+        return {
+            "windows": read_windows(fields, all_but_every_nth),
+            "attention_scale": fields.float("query_pre_attn_scalar") ** -0.5,
+            "attention_soft_cap": fields.optional_float("attn_logit_softcapping"),
+            "logits_soft_cap": fields.optional_float("final_logit_softcapping"),
+        }

@@ -3,15 +3,17 @@
 A layer with a window has another RoPE than one that attends to all tokens.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import all_but_every_nth, read_ropes, read_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 
@@ -52,9 +54,11 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
     }
-    special_fields: ClassVar = {
-        "query_pre_attn_scalar",
-        "sliding_window",
-        "sliding_window_pattern",
-        "rope_local_base_freq",
-    }
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        return {
+            **read_ropes(fields),
+            "windows": read_windows(fields, all_but_every_nth, needs_window=True),  # they say which RoPE a layer has
+            "attention_scale": fields.float("query_pre_attn_scalar") ** -0.5,
+        }

@@ -3,10 +3,12 @@
 from functools import partial
 from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.sigmoid_router import SigmoidRouter
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_experts, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -27,17 +29,20 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     }
-    special_fields: ClassVar = {
-        "partial_rotary_factor",
-        "use_qk_norm",
-        "num_experts",
-        "n_shared_experts",
-        "routed_scaling_factor",
-        "n_group",
-        "topk_group",
-        "first_k_dense_replace",
-    }
     renamed_modules: ClassVar = {"shared_experts": "shared_expert"}
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        num_shared = fields.int("n_shared_experts") if fields.get("n_shared_experts") else 0
+        moe = read_experts(
+            fields,
+            num_dense=fields.int("first_k_dense_replace", least=0),
+            shared_size=num_shared * fields.int("moe_intermediate_size") if num_shared else None,
+            num_groups=fields.int("n_group"),
+            num_chosen_groups=fields.int("topk_group"),
+            scaling_factor=fields.float("routed_scaling_factor"),
+        )
+        return {"rotary_dim": read_rotary_dim(fields), "qk_norm": fields.flag("use_qk_norm"), "moe": moe}
 
     def __init__(self, config: ModelConfig, *args: Any) -> None:
         super().__init__(config, *args)

@@ -1,11 +1,13 @@
 """gpt-oss: attention with sinks, a window in every other layer, experts with biases and a clamped SwiGLU."""
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.layers.clamped_experts import BiasedRouter, ClampedExperts
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import all_but_every_nth, read_experts, read_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -36,7 +38,6 @@ class GptOssForCausalLM(DecoderForCausalLM):
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
     }
-    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern", "num_experts", "swiglu_limit"}
     renamed_modules: ClassVar = {"router": "gate"}
     renamed_endings: ClassVar = {
         "self_attn.sinks": "self_attn.sinks.weight",
@@ -51,3 +52,9 @@ class GptOssForCausalLM(DecoderForCausalLM):
             }.items()
         },
     }
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        limit, alpha = fields.float("swiglu_limit"), fields.float("swiglu_alpha")
+        moe = read_experts(fields, swiglu_limit=limit, swiglu_alpha=alpha)
+        return {"windows": read_windows(fields, all_but_every_nth), "moe": moe}

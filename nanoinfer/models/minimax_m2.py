@@ -1,12 +1,15 @@
 """MiniMax-M2: experts that are scored by themselves, norms of all queries and keys, partial rotary."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.base_config import MoEConfig
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.errors import ModelError
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.sigmoid_router import SigmoidRouter
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_experts, read_head_dim, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.mixtral import MixtralForCausalLM
 
@@ -30,6 +33,12 @@ class MiniMaxM2ForCausalLM(DecoderForCausalLM):
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
     }
-    special_fields: ClassVar = {"partial_rotary_factor", "rotary_dim", "num_experts"}
     renamed_modules: ClassVar = MixtralForCausalLM.renamed_modules
     packed_modules_mapping: ClassVar = MixtralForCausalLM.packed_modules_mapping
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        rotary_dim, head_dim = fields.optional_int("rotary_dim"), read_head_dim(fields)  # the older spelling
+        if rotary_dim is not None and rotary_dim > head_dim:
+            raise ModelError(f"config.json has rotary_dim={rotary_dim}, more than a head's {head_dim} dimensions")
+        return {"rotary_dim": rotary_dim or read_rotary_dim(fields), "moe": read_experts(fields)}

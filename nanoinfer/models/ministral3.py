@@ -1,8 +1,10 @@
 """Ministral 3: the common decoder with YaRN, whose queries are scaled far from the start."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_windows, rope_part
 
 
 class Ministral3ForCausalLM(DecoderForCausalLM):
@@ -26,4 +28,11 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
             "llama_4_scaling_beta": 0.1,
         },
     }
-    special_fields: ClassVar = {"sliding_window", "llama_4_scaling_beta"}
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        rope = rope_part(fields)
+        beta = rope.optional_float("llama_4_scaling_beta") if rope.get("llama_4_scaling_beta") else None
+        if beta is not None:
+            rope.int("original_max_position_embeddings")  # which it needs
+        return {"windows": read_windows(fields), "query_scaling_beta": beta}

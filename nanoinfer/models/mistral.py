@@ -1,8 +1,10 @@
 """Mistral: the common decoder, with a sliding window in all layers unless config.json says null."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_windows
 
 
 class MistralForCausalLM(DecoderForCausalLM):
@@ -11,4 +13,7 @@ class MistralForCausalLM(DecoderForCausalLM):
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     }
-    special_fields: ClassVar = {"sliding_window"}
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        return {"windows": read_windows(fields)}

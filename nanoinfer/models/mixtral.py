@@ -1,8 +1,10 @@
 """Mixtral: Mistral's decoder with experts in all layers."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_experts, read_windows
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
@@ -16,7 +18,6 @@ class MixtralForCausalLM(DecoderForCausalLM):
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     }
-    special_fields: ClassVar = {"sliding_window", "num_experts"}
     renamed_modules: ClassVar = {"block_sparse_moe": "mlp"}
     packed_modules_mapping: ClassVar = {
         **DecoderForCausalLM.packed_modules_mapping,
@@ -24,3 +25,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
         "w3": ("gate_up_proj", "up"),
         "w2": ("down_proj", "down"),
     }
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        return {"windows": read_windows(fields), "moe": read_experts(fields)}

@@ -1,8 +1,10 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: the common decoder, packed in the checkpoint as it is here, often rotated in part."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_rotary_dim, read_windows
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
@@ -14,4 +16,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         "partial_rotary_factor": 1.0,
         "sliding_window": None,
     }
-    special_fields: ClassVar = {"sliding_window", "partial_rotary_factor"}
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        return {"windows": read_windows(fields), "rotary_dim": read_rotary_dim(fields)}

@@ -3,10 +3,12 @@
 The classes for text and images have the same text model. Their vision model is left out, and prompts are text.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_experts, read_linear_attention, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.qwen3_next import LINEAR_FIELDS
 
@@ -20,7 +22,6 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
         "max_position_embeddings": 32768,
         "partial_rotary_factor": 0.25,
     }
-    special_fields: ClassVar = {"linear_num_key_heads", "partial_rotary_factor"}
     unused_prefixes: ClassVar = ("mtp.", "model.visual.")
     packed_modules_mapping: ClassVar = {
         **DecoderForCausalLM.packed_modules_mapping,
@@ -29,6 +30,10 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801 (as in config.json)
         "in_proj_b": ("in_proj_ba", "b"),
         "in_proj_a": ("in_proj_ba", "a"),
     }
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        return {"rotary_dim": read_rotary_dim(fields), "linear_attention": read_linear_attention(fields)}
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
@@ -42,8 +47,8 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     }
-    special_fields: ClassVar = {
-        *Qwen3_5ForCausalLM.special_fields,
-        "num_experts",
-        "shared_expert_intermediate_size",
-    }
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        moe = read_experts(fields, shared_size=fields.int("shared_expert_intermediate_size"))
+        return {**super().read_config(fields), "moe": moe}

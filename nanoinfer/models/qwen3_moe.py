@@ -1,8 +1,10 @@
 """Qwen3 with a mixture of experts: the decoder of Qwen3, with experts in most layers."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_experts, read_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -18,4 +20,8 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         "moe_intermediate_size": 768,
         "decoder_sparse_step": 1,
     }
-    special_fields: ClassVar = {"sliding_window", "use_sliding_window", "num_experts"}
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        windows = read_windows(fields) if fields.flag("use_sliding_window") else None
+        return {"windows": windows, "moe": read_experts(fields)}

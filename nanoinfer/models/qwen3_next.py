@@ -1,9 +1,11 @@
 """Qwen3-Next: three layers of four have linear attention, the others gated attention; experts, one of them for all."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_experts, read_linear_attention, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 LINEAR_FIELDS = {
@@ -31,15 +33,17 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         "shared_expert_intermediate_size": 512,
         "decoder_sparse_step": 1,
     }
-    special_fields: ClassVar = {
-        "linear_num_key_heads",
-        "partial_rotary_factor",
-        "num_experts",
-        "shared_expert_intermediate_size",
-    }
     packed_modules_mapping: ClassVar = {
         **DecoderForCausalLM.packed_modules_mapping,
         "in_proj_qkvz": ("in_proj_qkvz", "qkvz"),
         "in_proj_ba": ("in_proj_ba", "ba"),
     }
     unused_prefixes: ClassVar = ("mtp.",)
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> dict[str, Any]:
+        return {
+            "rotary_dim": read_rotary_dim(fields),
+            "linear_attention": read_linear_attention(fields),
+            "moe": read_experts(fields, shared_size=fields.int("shared_expert_intermediate_size")),
+        }

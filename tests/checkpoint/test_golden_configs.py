@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from nanoinfer.checkpoint.fields import read_overridden
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.overrides import read_overridden
 from nanoinfer.errors import ConfigError, NanoinferError
 from nanoinfer.models import SUPPORTED
+from nanoinfer.models.native_config import read_native_config, read_native_folder
 
 GOLDEN = Path(__file__).with_name("golden_configs.json")
 
@@ -320,23 +321,19 @@ FOLDERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def read(raw: Mapping[str, Any], quantization: str | None = None) -> ModelConfig:
-    return ModelConfig.from_dict(raw, SUPPORTED, quantization)
-
-
 def described(config: ModelConfig) -> dict[str, Any]:
     """The fields of a config that are not those of a Llama of these sizes."""
     values = asdict(config)
     for name in ("packed", "renamed") if config.quantization else ():
         values["quantization"].pop(name)
-    common = asdict(read({"architectures": ["LlamaForCausalLM"], **SIZES}))
+    common = asdict(read_native_config({"architectures": ["LlamaForCausalLM"], **SIZES}))
     return {name: value for name, value in values.items() if value != common[name]}
 
 
 def outcome(raw: Mapping[str, Any], quantization: str | None = None) -> Any:
     """What is read, or the message with which it is refused."""
     try:
-        return described(read(raw, quantization))
+        return described(read_native_config(raw, quantization))
     except NanoinferError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -351,7 +348,7 @@ def fields_read(raw: Mapping[str, Any]) -> set[str]:
             return False
         value = {inner: part.get(inner, 5)} if isinstance(part, dict) and inner else part
         try:
-            read_overridden(raw, {name: value}, read)
+            read_overridden(raw, {name: value}, read_native_config)
         except ConfigError as error:
             return f"hf_overrides has {path}=" not in str(error)
         except NanoinferError:
@@ -403,7 +400,7 @@ def read_folder(folder: Path, files: Mapping[str, Any], runner: str) -> Any:
         if name != "architecture":
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(json.dumps(content))
-    return ModelConfig.from_folder(folder, SUPPORTED, runner=runner).pooling
+    return read_native_folder(folder, runner=runner).pooling
 
 
 def poolings() -> Iterator[tuple[str, Any]]:

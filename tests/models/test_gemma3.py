@@ -11,15 +11,14 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.rope_config import RopeConfig
+from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.models import REGISTRY
 from nanoinfer.models.gemma3 import Gemma3Embedding
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -57,7 +56,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def read(raw: dict[str, Any]) -> ModelConfig:
-    return ModelConfig.from_dict(raw, REGISTRY)
+    return read_native_config(raw)
 
 
 # --- layers ---
@@ -190,7 +189,7 @@ def test_which_layers_have_a_window(entry: dict[str, Any], windows: tuple[int | 
             "it must have a set for each of ('full_attention'",
         ),
         ({"rope_theta": {"global": 1e6}}, "local=None; it must be a positive number"),
-        ({"rope_parameters": {"sliding_attention": 5}}, "config.json has rope_parameters=5; one set of numbers"),
+        ({"rope_parameters": {"sliding_attention": 5}}, "config.json has sliding_attention=5; one set of numbers"),
         ({"rope_parameters": {"sliding_attention": {"factor": 8.0}}}, "and no rope_type; say of which type"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}},

@@ -1,12 +1,14 @@
-"""Says what a model is that nanoinfer cannot run, and what to do instead."""
+"""What a config.json calls the class of its model: which architecture and head it means, and else what to do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
-from nanoinfer.errors import NO_ADAPTERS
+from nanoinfer.errors import NO_ADAPTERS, ModelError
 
+# How the names of architectures end that generate nothing, and what their head computes.
+ENDINGS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "tokens", "Model": "none"}
 ENCODER_DECODER = (
     "an encoder-decoder, which reads its prompt with one half and writes with the other; run it with transformers, or "
     "take a model whose architecture ends in ForCausalLM"
@@ -37,6 +39,32 @@ ENCODER_DECODERS = (
     *("ProphetNet", "Seamless", "Speech2Text", "SwitchTransformers", "T5", "UMT5", "Whisper"),
 )
 SENSES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")  # fields of models that see or hear
+
+
+def read_architecture(architectures: Any) -> str:
+    """Return what the field `architectures` calls the class of a model."""
+    if not isinstance(architectures, (list, type(None))):
+        raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
+    return str((architectures or ["(none)"])[0])
+
+
+def split_architecture(raw: Mapping[str, Any], architecture: str, supported: Collection[str]) -> tuple[str, str | None]:
+    """Return the architecture that is run, and what its head computes; None for a language-model head.
+
+    Qwen3ForSequenceClassification, say, is Qwen3ForCausalLM with the head "sequence". What is not known is returned as
+    it is.
+    """
+    if architecture in supported and not architecture.endswith(tuple(ENDINGS)):
+        return architecture, None
+    for ending, kind in ENDINGS.items():
+        if not architecture.endswith(ending):
+            continue
+        stem = architecture.removesuffix(ending).removesuffix("Text")
+        whole = "ForConditionalGeneration" if "text_config" in raw else "ForCausalLM"
+        for base in (f"{stem}{whole}", f"{stem}Model"):
+            if base in supported:
+                return base, kind
+    return architecture, None
 
 
 def explain_architecture(raw: Mapping[str, Any], architecture: str, supported: Iterable[str]) -> str:

@@ -1,0 +1,155 @@
+"""Reads the config.json of a model whose layers are our own, with what its architecture says of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.checkpoint.architecture_names import (
+    explain_architecture,
+    explain_folder,
+    read_architecture,
+    split_architecture,
+)
+from nanoinfer.checkpoint.fields import Fields, read_overridden
+from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.checkpoint.pooling_config import read_head, read_padding
+from nanoinfer.checkpoint.sentence_transformers import choose_head, read_pooling
+from nanoinfer.config import DTYPES
+from nanoinfer.errors import ModelError
+from nanoinfer.models import SUPPORTED, TEXT_TYPES, get_model_class
+from nanoinfer.models.config_fields import read_head_dim, read_rope, rope_part
+from nanoinfer.quantization.method_selection import read_quantization
+
+# What config.json may ask for that must not be ignored, and the value that does not ask for it. Other fields that an
+# architecture does not read are passed over: checkpoints carry fields of their relatives that transformers does not
+# read either.
+UNSUPPORTED_UNLESS = {
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",  # Gemma's name for it
+    "use_bidirectional_attention": False,
+    "is_causal": True,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "attention_out_bias": False,
+}
+OF_DECODERS = ("hidden_act", "hidden_activation")  # encoders read one of them, and pass over the other
+# Fields of the whole config that hold for its text part, too, and override that part's own.
+OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+
+
+def read_native_folder(
+    folder: Path,
+    overrides: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+    runner: str = "auto",
+    supported: Mapping[str, str] = SUPPORTED,
+) -> ModelConfig:
+    """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
+
+    overrides: fields that replace those of the file. quantization: how to round weights that the checkpoint has in 16
+    bits; one in 8 bits says itself how it is to be read. runner: whether the model is to generate or to embed, where it
+    can do both. supported: the architectures that can be run; any other is refused first, since its config.json may
+    name its sizes differently.
+    """
+    if not (folder / "config.json").exists():
+        raise ModelError(f"{folder} {explain_folder(folder)}")
+    raw = read_json(folder / "config.json")
+    config = read_overridden(raw, overrides, lambda fields: read_native_config(fields, quantization, supported))
+    config = replace(config, head=choose_head(config.head, runner, folder))
+    return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, config.is_encoder))
+
+
+def read_native_config(
+    whole: Fields | Mapping[str, Any], quantization: str | None = None, supported: Mapping[str, str] = SUPPORTED
+) -> ModelConfig:
+    """Read the fields of a config.json; what the engine would have to ignore is refused."""
+    whole = whole if isinstance(whole, Fields) else Fields(whole)
+    named = read_architecture(whole.get("architectures"))
+    architecture, kind = split_architecture(whole.values, named, supported.keys())
+    head = read_head(whole, kind)
+    if architecture not in supported:
+        raise ModelError(explain_architecture(whole.values, architecture, supported))
+    fields, architecture = _text_part(whole, architecture)
+    model_class = get_model_class(architecture)
+    fields = replace(fields, defaults=model_class.config_defaults)
+    own = model_class.read_config(fields)
+    is_encoder = "encoder" in own
+    if is_encoder and (quantization is not None or fields.get("quantization_config") is not None):
+        raise ModelError(
+            "encoders have their weights in 16 or 32 bits; leave quantization out, or take another checkpoint"
+        )
+    for name, neutral in UNSUPPORTED_UNLESS.items():
+        if not fields.is_read(fields.path_of(name)) and not (is_encoder and name in OF_DECODERS):
+            fields.must_be(name, neutral)
+    if head is not None and head.kind == "sequence" and not is_encoder:
+        head = replace(head, pad_token_id=read_padding(fields))
+    names = model_class.packed_modules_mapping, model_class.renamed_modules
+    config = ModelConfig(
+        architecture=architecture,
+        dtype=_read_dtype(fields),
+        head=head,
+        quantization=read_quantization(fields, quantization, *names),
+        **_read_common(fields, own),
+    )
+    config.check(quantization)
+    return config
+
+
+def _text_part(whole: Fields, architecture: str) -> tuple[Fields, str]:
+    """Return the fields of the text model, and its class where a config.json says of which type it is.
+
+    Raises ModelError for a text model of another type than we know of this architecture.
+    """
+    text = whole.part("text_config")
+    types, model_type = TEXT_TYPES.get(architecture, {}), text.values.get("model_type")
+    if types and model_type is not None:
+        if model_type not in types:
+            raise ModelError(
+                f"config.json has text_config with model_type={model_type!r}, which {architecture} is not supported "
+                f"with; supported: {', '.join(types)}"
+            )
+        architecture = types[model_type]
+    is_nested = bool(text.values) and "num_hidden_layers" not in whole.values  # else the text model's fields are here
+    return text.with_others(whole, OF_THE_WHOLE) if is_nested else whole, architecture
+
+
+def _read_common(fields: Fields, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ModelConfig: those that an architecture reads itself, and the others as most have them."""
+    num_layers, num_heads = fields.int("num_hidden_layers"), fields.int("num_attention_heads")
+    head_dim = read_head_dim(fields)
+    found = {name: value for name, value in own.items() if value is not None}
+    readers: dict[str, tuple[Callable[[str, Any], Any], Any]] = {  # and what is taken for an absent field
+        **{"vocab_size": (fields.int, None), "intermediate_size": (fields.int, None)},
+        **{"max_position_embeddings": (fields.int, 2048), "rms_norm_eps": (fields.float, 1e-6)},
+        **{"initializer_range": (fields.float, 0.02), "tie_word_embeddings": (fields.flag, False)},
+        **{"attention_bias": (fields.flag, False), "mlp_bias": (fields.flag, False)},
+    }
+    found |= {name: read(name, default) for name, (read, default) in readers.items() if name not in found}
+    rope = fields
+    if "rope" not in found:
+        rope = rope_part(fields)
+        found["rope"] = read_rope(fields, rope)
+    if "rotary_dim" not in found:
+        fields.with_others(rope, ["partial_rotary_factor"]).must_be("partial_rotary_factor", 1.0)
+    return {
+        "hidden_size": fields.int("hidden_size"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.optional_int("num_key_value_heads", num_heads) or num_heads,
+        "head_dim": head_dim,
+        "rotary_dim": head_dim,
+        "attention_scale": head_dim**-0.5,
+        "windows": (None,) * num_layers,
+        "unrotated": (False,) * num_layers,
+        **found,
+    }
+
+
+def _read_dtype(fields: Fields) -> str:
+    """Read `dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
+    return dtype
