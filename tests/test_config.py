@@ -343,7 +343,7 @@ def test_a_field_counts_where_an_architecture_reads_it_and_not_because_it_has_a_
     llama, raw = get_model_class("LlamaForCausalLM"), {**QWEN3, "architectures": ["LlamaForCausalLM"]}
     monkeypatch.setattr(llama, "config_defaults", {"sliding_window": 4})
     assert read_native_config(raw).windows == (None, None)
-    monkeypatch.setattr(llama, "read_config", lambda fields: {"windows": read_windows(fields)})
+    monkeypatch.setattr(llama, "config_readers", {"windows": read_windows})
     assert read_native_config(raw).windows == (4, 4)
     assert read_native_config({**raw, "sliding_window": 8}).windows == (8, 8)
 

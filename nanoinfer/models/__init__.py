@@ -1,6 +1,6 @@
 """The architectures that nanoinfer runs, keyed on `architectures` in config.json.
 
-To add one, write a file beside qwen3.py that says how it differs from the common decoder, and enter its class here. The
+To add one, write a file beside olmo.py that says how it differs from the common decoder, and enter its class here. The
 file is imported when a model needs it.
 """
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 REGISTRY: dict[str, str] = {
     "Cohere2ForCausalLM": "cohere2.Cohere2ForCausalLM",
     "Exaone4ForCausalLM": "exaone4.Exaone4ForCausalLM",
-    "Gemma2ForCausalLM": "gemma2.Gemma2ForCausalLM",
-    "Gemma3ForCausalLM": "gemma3.Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration": "gemma3.Gemma3ForCausalLM",
+    "Gemma2ForCausalLM": "gemma.Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "gemma.Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "gemma.Gemma3ForCausalLM",
     "Glm4MoeForCausalLM": "glm4_moe.Glm4MoeForCausalLM",
     "GptOssForCausalLM": "gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "granite.GraniteForCausalLM",
     "LlamaForCausalLM": "llama.LlamaForCausalLM",
     "MiniMaxM2ForCausalLM": "minimax_m2.MiniMaxM2ForCausalLM",
-    "Ministral3ForCausalLM": "ministral3.Ministral3ForCausalLM",
+    "Ministral3ForCausalLM": "mistral.Ministral3ForCausalLM",
     "Mistral3ForConditionalGeneration": "mistral.MistralForCausalLM",
     "MistralForCausalLM": "mistral.MistralForCausalLM",
-    "MixtralForCausalLM": "mixtral.MixtralForCausalLM",
+    "MixtralForCausalLM": "mistral.MixtralForCausalLM",
     "Olmo2ForCausalLM": "olmo.Olmo2ForCausalLM",
     "Olmo3ForCausalLM": "olmo.Olmo3ForCausalLM",
     "Phi3ForCausalLM": "phi3.Phi3ForCausalLM",
-    "Qwen2ForCausalLM": "qwen2.Qwen2ForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2.Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "qwen3.Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeForCausalLM",
-    "Qwen3VLForConditionalGeneration": "qwen3.Qwen3ForCausalLM",
+    "Qwen2ForCausalLM": "qwen.Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "qwen.Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "qwen.Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen.Qwen3MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration": "qwen.Qwen3ForCausalLM",
     "Qwen3NextForCausalLM": "qwen3_next.Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM": "qwen3_5.Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5.Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM": "qwen3_5.Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5.Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForCausalLM": "qwen3_next.Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "qwen3_next.Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_next.Qwen3_5MoeForCausalLM",
     "SeedOssForCausalLM": "seed_oss.SeedOssForCausalLM",
     "SmolLM3ForCausalLM": "smollm3.SmolLM3ForCausalLM",
 }

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.quantization_config import TEXT_PREFIXES
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -14,6 +13,7 @@ from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
 from nanoinfer.layers.score_head import ScoreHead, score_head
 from nanoinfer.models import execution
+from nanoinfer.models.config_fields import Reader
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
@@ -30,7 +30,7 @@ class DecoderForCausalLM(NativeModel):
     """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
 
     An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json by
-    `config_defaults` and `read_config`, in the names of its weights by what `CheckpointNames` in `weights.py` lists.
+    `config_defaults` and `config_readers`, in the names of its weights by what `CheckpointNames` in `weights.py` lists.
 
     max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
     """
@@ -38,6 +38,9 @@ class DecoderForCausalLM(NativeModel):
     spec: ClassVar[DecoderSpec] = DecoderSpec()
     # What config.json may leave out, by the values that transformers then takes.
     config_defaults: ClassVar[Mapping[str, Any]] = {}
+    # By field of ModelConfig: what reads it, where that is not as in COMMON_READERS of `config_fields.py`.
+    config_readers: ClassVar[Mapping[str, Reader]] = {}
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {}  # more of UNSUPPORTED_UNLESS in `native_config.py`
     # How the names of tensors begin that are not needed: those of vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),
@@ -64,11 +67,6 @@ class DecoderForCausalLM(NativeModel):
         "gate_proj": ("gate_up_proj", "gate"),
         "up_proj": ("gate_up_proj", "up"),
     }
-
-    @classmethod
-    def read_config(cls, fields: Fields) -> dict[str, Any]:
-        """Return the fields of ModelConfig that are not read as those of most decoders: see `native_config.py`."""
-        return {}
 
     def __init__(
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel

@@ -1,11 +1,12 @@
-"""How parts that several architectures have are read from a config.json: windows, RoPE, experts, linear attention.
+"""How the fields of `ModelConfig` are read from a config.json, in the spellings of transformers 4.51 to 5.x.
 
-Each function reads one part, in the spellings of transformers 4.51 to 5.x. An architecture's `read_config` calls those
-that it has.
+Most architectures read them as COMMON_READERS says. One has readers of its own, in `config_readers`, for what it reads
+otherwise. Readers of what several have are here, too: windows, RoPE, experts, linear attention.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nanoinfer.checkpoint.base_config import LinearAttentionConfig, MoEConfig
@@ -13,11 +14,26 @@ from nanoinfer.checkpoint.fields import ROPE_BASES, ROPE_PARAMETERS, Fields
 from nanoinfer.checkpoint.model_config import RopeConfig
 from nanoinfer.errors import ModelError
 
+Reader = Callable[[Fields], Any]
+
+# What config.json may leave out, where an architecture has no default of its own.
+COMMON_DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+}
 ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 MSCALES = ("mscale", "mscale_all_dim")  # of YaRN, where 0 means none
 ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of text alone all three positions of a token are the same
+PARTIAL = "partial_rotary_factor"
 ONE_SET = "one set of numbers for all layers is supported"
+
+
+def number(name: str) -> Reader:
+    """Return what reads a positive number."""
+    return partial(Fields.float, name=name)
 
 
 def read_head_dim(fields: Fields) -> int:
@@ -25,23 +41,34 @@ def read_head_dim(fields: Fields) -> int:
     return fields.optional_int("head_dim") or fields.int("hidden_size") // fields.int("num_attention_heads")
 
 
-# --- windows, and layers without positions ---
+def read_num_kv_heads(fields: Fields) -> int:
+    """Read the number of KV heads: each query head has one of its own where config.json does not say."""
+    return fields.optional_int("num_key_value_heads") or fields.int("num_attention_heads")
+
+
+def for_all_layers(value: Any) -> Reader:
+    """Return what gives each layer the same value."""
+    return lambda fields: (value,) * fields.int("num_hidden_layers")
+
+
+# --- windows ---
 
 
 def read_windows(
-    fields: Fields, local_layers: Callable[[Fields], tuple[bool, ...]] | None = None, *, needs_window: bool = False
-) -> tuple[int | None, ...] | None:
-    """Read how many tokens each token attends to, by layer; None where all layers attend to all tokens.
+    fields: Fields, local_layers: Reader | None = None, switch: str | None = None, needs_window: bool = False
+) -> tuple[int | None, ...]:
+    """Read how many tokens each token attends to, by layer; None for all.
 
-    local_layers: reads which layers have a window where `layer_types` does not say so; all have one without it.
-    needs_window: whether null is refused, which else means that no layer has a window.
+    local_layers: reads which layers have a window where `layer_types` does not say so; None: all have one. switch: a
+    flag without which no layer has one. needs_window: whether null is refused, which else means that none has one.
     """
-    window = fields.optional_int("sliding_window")
+    is_on = switch is None or fields.flag(switch)
+    window = fields.optional_int("sliding_window") if is_on else None
     if window is None and needs_window:
         raise fields.error("sliding_window", "it must be a whole number of at least 1")
-    if window is None:
-        return None
     num_layers = fields.int("num_hidden_layers")
+    if window is None:
+        return (None,) * num_layers
     is_local = fields.layers(num_layers, {"sliding_attention": True, "full_attention": False})
     if is_local is None:
         is_local = (True,) * num_layers if local_layers is None else local_layers(fields)
@@ -54,9 +81,13 @@ def all_but_every_nth(fields: Fields) -> tuple[bool, ...]:
     return tuple((index + 1) % step != 0 for index in range(fields.int("num_hidden_layers")))
 
 
-def without_windows(windows: tuple[int | None, ...] | None) -> tuple[bool, ...] | None:
-    """Return which layers have no window; None where none has one."""
-    return None if windows is None else tuple(window is None for window in windows)
+read_alternating_windows = partial(read_windows, local_layers=all_but_every_nth)
+
+
+def layers_without_windows(fields: Fields) -> tuple[bool, ...]:
+    """Return which layers have no window, where some may have one; False for all where sliding_window is null."""
+    has_windows = fields.get("sliding_window") is not None
+    return tuple(has_windows and window is None for window in read_alternating_windows(fields))
 
 
 # --- rotary embedding ---
@@ -79,16 +110,18 @@ def _set_of_numbers(fields: Fields, name: str) -> Fields:
     return replace(part, values={key: "default" if value == "mrope" else value for key, value in present.items()})
 
 
-def read_rope(fields: Fields, part: Fields, base: str = "rope_theta") -> RopeConfig:
-    """Read the base, the type and the other numbers of a rotary embedding.
+def read_rope(fields: Fields) -> RopeConfig:
+    """Read a rotary embedding that all layers have."""
+    return _rope_config(fields, rope_part(fields), "rope_theta")
 
-    part: what `rope_part` returns. base: the field that has the base where the part has none.
-    """
+
+def _rope_config(fields: Fields, part: Fields, base: str) -> RopeConfig:
+    """Read the base, the type and the other numbers. part: what has them. base: the field of the base elsewhere."""
     rope_type = part.get("rope_type") or part.get("type") or "default"
     if rope_type == "su":  # its first name
         rope_type = "longrope"
     theta = part.float("rope_theta") if part.get("rope_theta") else fields.float(base, 10000.0)
-    named = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    named = ("rope_type", "type", "rope_theta", PARTIAL)
     parameters = {name: value for name, value in part.values.items() if name not in named}
     original = "original_max_position_embeddings"
     if rope_type == "longrope" and original not in parameters and fields.get(original) is not None:
@@ -109,11 +142,11 @@ def read_rope(fields: Fields, part: Fields, base: str = "rope_theta") -> RopeCon
     return RopeConfig(str(rope_type), theta, parameters)
 
 
-def read_ropes(fields: Fields) -> dict[str, Any]:
-    """Read the rotary embedding of layers that attend to all tokens, and that of layers with a window.
+def read_rope_of(fields: Fields, kind: str) -> RopeConfig:
+    """Read the rotary embedding of one type of layers.
 
-    transformers 5 has a set of RoPE parameters for each type of layer. Before, rope_theta and rope_scaling were of the
-    layers that attend to all tokens, and the others had a base.
+    transformers 5 has a set of RoPE parameters for each type. Before, rope_theta and rope_scaling were of the layers
+    that attend to all tokens, and the others had a base.
     """
     sets = fields.part("rope_parameters")
     given = {*sets.values}
@@ -125,21 +158,33 @@ def read_ropes(fields: Fields) -> dict[str, Any]:
         bases = fields.part("rope_theta")
         found = {"rope_theta": bases.float("global"), "rope_local_base_freq": bases.float("local")}
         fields = fields.with_others(replace(bases, values=found), found)
-    full, sliding = (_set_of_numbers(sets, kind) for kind in ROPE_BASES)
-    for part in (full, sliding):
-        part.must_be("partial_rotary_factor", 1.0)
-    local_base = "rope_theta" if fields.get("rope_local_base_freq") is None else "rope_local_base_freq"
-    full = _set_of_numbers(fields, "rope_scaling").with_others(full, full.values)
-    return {"rope": read_rope(fields, full), "local_rope": read_rope(fields, sliding, local_base)}
+    part = _set_of_numbers(sets, kind)
+    fields.with_others(part, [PARTIAL]).must_be(PARTIAL, 1.0)
+    if kind == "full_attention":
+        part = _set_of_numbers(fields, "rope_scaling").with_others(part, part.values)
+    base = ROPE_BASES[kind]
+    return _rope_config(fields, part, "rope_theta" if fields.get(base) is None else base)
 
 
 def read_rotary_dim(fields: Fields) -> int:
     """Read how many dimensions of a head are rotated, in architectures that may rotate a part of them."""
-    part, head_dim = rope_part(fields), read_head_dim(fields)
-    factor = fields.with_others(part, ["partial_rotary_factor"]).float("partial_rotary_factor", 1.0)
+    factor = fields.with_others(rope_part(fields), [PARTIAL]).float(PARTIAL, 1.0)
     if factor > 1:
-        raise ModelError(f"config.json has partial_rotary_factor={factor}, which is not supported; use another model")
-    return int(head_dim * factor)
+        raise ModelError(f"config.json has {PARTIAL}={factor}, which is not supported; use another model")
+    return int(read_head_dim(fields) * factor)
+
+
+def rotate_whole_heads(fields: Fields) -> int:
+    """Return how many dimensions of a head are rotated: all. Raises ModelError where config.json asks for a part."""
+    fields.with_others(rope_part(fields), [PARTIAL]).must_be(PARTIAL, 1.0)
+    return read_head_dim(fields)
+
+
+ROPE_BY_TYPE_OF_LAYER: Mapping[str, Reader] = {
+    "rope": partial(read_rope_of, kind="full_attention"),
+    "local_rope": partial(read_rope_of, kind="sliding_attention"),
+    "rotary_dim": read_head_dim,
+}
 
 
 # --- experts ---
@@ -207,3 +252,22 @@ def read_linear_attention(fields: Fields) -> LinearAttentionConfig | None:
             "config.json has layer_types without full_attention; models with some such layer are supported"
         )
     return config if any(is_linear) else None
+
+
+COMMON_READERS: Mapping[str, Reader] = {
+    **{
+        name: partial(Fields.int, name=name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    },
+    "num_key_value_heads": read_num_kv_heads,
+    "head_dim": read_head_dim,
+    "max_position_embeddings": partial(Fields.int, name="max_position_embeddings"),
+    "rms_norm_eps": number("rms_norm_eps"),
+    "initializer_range": number("initializer_range"),
+    **{name: partial(Fields.flag, name=name) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias")},
+    "rope": read_rope,
+    "rotary_dim": rotate_whole_heads,
+    "attention_scale": lambda fields: read_head_dim(fields) ** -0.5,
+    "windows": for_all_layers(None),
+    "unrotated": for_all_layers(False),
+}

@@ -1,10 +1,9 @@
 """EXAONE 4: norms after attention and MLP instead of before; layers without a window know no positions."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.config_fields import all_but_every_nth, read_windows, without_windows
+from nanoinfer.models.config_fields import layers_without_windows, read_alternating_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -17,8 +16,4 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }
-
-    @classmethod
-    def read_config(cls, fields: Fields) -> dict[str, Any]:
-        windows = read_windows(fields, all_but_every_nth)
-        return {"windows": windows, "unrotated": without_windows(windows)}
+    config_readers: ClassVar = {"windows": read_alternating_windows, "unrotated": layers_without_windows}

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.layers.moe import SparseMoE
@@ -10,6 +11,18 @@ from nanoinfer.layers.sigmoid_router import SigmoidRouter
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import read_experts, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec
+
+
+def read_glm_experts(fields: Fields) -> MoEConfig:
+    num_shared = fields.int("n_shared_experts") if fields.get("n_shared_experts") else 0
+    return read_experts(
+        fields,
+        num_dense=fields.int("first_k_dense_replace", least=0),
+        shared_size=num_shared * fields.int("moe_intermediate_size") if num_shared else None,
+        num_groups=fields.int("n_group"),
+        num_chosen_groups=fields.int("topk_group"),
+        scaling_factor=fields.float("routed_scaling_factor"),
+    )
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
@@ -30,19 +43,11 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
         "norm_topk_prob": True,
     }
     renamed_modules: ClassVar = {"shared_experts": "shared_expert"}
-
-    @classmethod
-    def read_config(cls, fields: Fields) -> dict[str, Any]:
-        num_shared = fields.int("n_shared_experts") if fields.get("n_shared_experts") else 0
-        moe = read_experts(
-            fields,
-            num_dense=fields.int("first_k_dense_replace", least=0),
-            shared_size=num_shared * fields.int("moe_intermediate_size") if num_shared else None,
-            num_groups=fields.int("n_group"),
-            num_chosen_groups=fields.int("topk_group"),
-            scaling_factor=fields.float("routed_scaling_factor"),
-        )
-        return {"rotary_dim": read_rotary_dim(fields), "qk_norm": fields.flag("use_qk_norm"), "moe": moe}
+    config_readers: ClassVar = {
+        "rotary_dim": read_rotary_dim,
+        "qk_norm": partial(Fields.flag, name="use_qk_norm"),
+        "moe": read_glm_experts,
+    }
 
     def __init__(self, config: ModelConfig, *args: Any) -> None:
         super().__init__(config, *args)

@@ -1,14 +1,20 @@
 """gpt-oss: attention with sinks, a window in every other layer, experts with biases and a clamped SwiGLU."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.layers.clamped_experts import BiasedRouter, ClampedExperts
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
-from nanoinfer.models.config_fields import all_but_every_nth, read_experts, read_windows
+from nanoinfer.models.config_fields import read_alternating_windows, read_experts
 from nanoinfer.models.decoder_spec import DecoderSpec
+
+
+def read_clamped_experts(fields: Fields) -> MoEConfig:
+    limit, alpha = fields.float("swiglu_limit"), fields.float("swiglu_alpha")
+    return read_experts(fields, swiglu_limit=limit, swiglu_alpha=alpha)
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
@@ -52,9 +58,4 @@ class GptOssForCausalLM(DecoderForCausalLM):
             }.items()
         },
     }
-
-    @classmethod
-    def read_config(cls, fields: Fields) -> dict[str, Any]:
-        limit, alpha = fields.float("swiglu_limit"), fields.float("swiglu_alpha")
-        moe = read_experts(fields, swiglu_limit=limit, swiglu_alpha=alpha)
-        return {"windows": read_windows(fields, all_but_every_nth), "moe": moe}
+    config_readers: ClassVar = {"windows": read_alternating_windows, "moe": read_clamped_experts}

@@ -1,6 +1,6 @@
 """Reads the config.json of a model whose layers are our own, with what its architecture says of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from nanoinfer.checkpoint.sentence_transformers import choose_head, read_pooling
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ModelError
 from nanoinfer.models import SUPPORTED, TEXT_TYPES, get_model_class
-from nanoinfer.models.config_fields import read_head_dim, read_rope, rope_part
+from nanoinfer.models.config_fields import COMMON_DEFAULTS, COMMON_READERS
 from nanoinfer.quantization.method_selection import read_quantization
 
 # What config.json may ask for that must not be ignored, and the value that does not ask for it. Other fields that an
@@ -73,14 +73,14 @@ def read_native_config(
         raise ModelError(explain_architecture(whole.values, architecture, supported))
     fields, architecture = _text_part(whole, architecture)
     model_class = get_model_class(architecture)
-    fields = replace(fields, defaults=model_class.config_defaults)
-    own = model_class.read_config(fields)
-    is_encoder = "encoder" in own
+    fields = replace(fields, defaults={**COMMON_DEFAULTS, **model_class.config_defaults})
+    is_encoder = "encoder" in model_class.config_readers
     if is_encoder and (quantization is not None or fields.get("quantization_config") is not None):
         raise ModelError(
             "encoders have their weights in 16 or 32 bits; leave quantization out, or take another checkpoint"
         )
-    for name, neutral in UNSUPPORTED_UNLESS.items():
+    values = {name: read(fields) for name, read in {**COMMON_READERS, **model_class.config_readers}.items()}
+    for name, neutral in {**UNSUPPORTED_UNLESS, **model_class.unsupported_unless}.items():
         if not fields.is_read(fields.path_of(name)) and not (is_encoder and name in OF_DECODERS):
             fields.must_be(name, neutral)
     if head is not None and head.kind == "sequence" and not is_encoder:
@@ -91,7 +91,7 @@ def read_native_config(
         dtype=_read_dtype(fields),
         head=head,
         quantization=read_quantization(fields, quantization, *names),
-        **_read_common(fields, own),
+        **values,
     )
     config.check(quantization)
     return config
@@ -113,38 +113,6 @@ def _text_part(whole: Fields, architecture: str) -> tuple[Fields, str]:
         architecture = types[model_type]
     is_nested = bool(text.values) and "num_hidden_layers" not in whole.values  # else the text model's fields are here
     return text.with_others(whole, OF_THE_WHOLE) if is_nested else whole, architecture
-
-
-def _read_common(fields: Fields, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ModelConfig: those that an architecture reads itself, and the others as most have them."""
-    num_layers, num_heads = fields.int("num_hidden_layers"), fields.int("num_attention_heads")
-    head_dim = read_head_dim(fields)
-    found = {name: value for name, value in own.items() if value is not None}
-    readers: dict[str, tuple[Callable[[str, Any], Any], Any]] = {  # and what is taken for an absent field
-        **{"vocab_size": (fields.int, None), "intermediate_size": (fields.int, None)},
-        **{"max_position_embeddings": (fields.int, 2048), "rms_norm_eps": (fields.float, 1e-6)},
-        **{"initializer_range": (fields.float, 0.02), "tie_word_embeddings": (fields.flag, False)},
-        **{"attention_bias": (fields.flag, False), "mlp_bias": (fields.flag, False)},
-    }
-    found |= {name: read(name, default) for name, (read, default) in readers.items() if name not in found}
-    rope = fields
-    if "rope" not in found:
-        rope = rope_part(fields)
-        found["rope"] = read_rope(fields, rope)
-    if "rotary_dim" not in found:
-        fields.with_others(rope, ["partial_rotary_factor"]).must_be("partial_rotary_factor", 1.0)
-    return {
-        "hidden_size": fields.int("hidden_size"),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.optional_int("num_key_value_heads", num_heads) or num_heads,
-        "head_dim": head_dim,
-        "rotary_dim": head_dim,
-        "attention_scale": head_dim**-0.5,
-        "windows": (None,) * num_layers,
-        "unrotated": (False,) * num_layers,
-        **found,
-    }
 
 
 def _read_dtype(fields: Fields) -> str:

@@ -1,8 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: the common decoder, packed in the checkpoint as it is here, often rotated in part."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import read_rotary_dim, read_windows
 
@@ -16,7 +15,4 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         "partial_rotary_factor": 1.0,
         "sliding_window": None,
     }
-
-    @classmethod
-    def read_config(cls, fields: Fields) -> dict[str, Any]:
-        return {"windows": read_windows(fields), "rotary_dim": read_rotary_dim(fields)}
+    config_readers: ClassVar = {"windows": read_windows, "rotary_dim": read_rotary_dim}

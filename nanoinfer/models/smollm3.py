@@ -1,27 +1,11 @@
 """SmolLM3: the common decoder, some of whose layers know no positions (NoPE, Yang et al. 2025)."""
 
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import read_windows
-
-
-class SmolLM3ForCausalLM(DecoderForCausalLM):
-    config_defaults: ClassVar = {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "pad_token_id": 128004,
-        "use_sliding_window": False,
-        "no_rope_layer_interval": 4,
-        "rope_theta": 2000000.0,
-    }
-
-    @classmethod
-    def read_config(cls, fields: Fields) -> dict[str, Any]:
-        windows = read_windows(fields, unrotated_layers) if fields.flag("use_sliding_window") else None
-        return {"windows": windows, "unrotated": unrotated_layers(fields)}
 
 
 def unrotated_layers(fields: Fields) -> tuple[bool, ...]:
@@ -34,3 +18,19 @@ def unrotated_layers(fields: Fields) -> tuple[bool, ...]:
         rule = f"it must have 1, or 0 for no positions, for each of {num_layers} layers"
         raise fields.error("no_rope_layers", rule)
     return tuple(not layer for layer in layers)
+
+
+class SmolLM3ForCausalLM(DecoderForCausalLM):
+    config_defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "pad_token_id": 128004,
+        "use_sliding_window": False,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2000000.0,
+    }
+    config_readers: ClassVar = {
+        "windows": partial(read_windows, local_layers=unrotated_layers, switch="use_sliding_window"),
+        "unrotated": unrotated_layers,
+    }

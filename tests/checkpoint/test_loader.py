@@ -19,7 +19,7 @@ from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import get_model_class
 from nanoinfer.models.native_config import read_native_config
-from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.models.qwen import Qwen3ForCausalLM
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 QKV_PROJ = "model.layers.0.self_attn.qkv_proj"

@@ -22,13 +22,18 @@ from nanoinfer.layers.embed_head import NoHead, VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.layers.score_head import ScoreHead
+from nanoinfer.models.config_fields import Reader, read_head_dim
 from nanoinfer.models.decoder_spec import LayerTraits
 from nanoinfer.models.encoders.layers import ACTIVATIONS, HEAD_ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.native_model import NativeModel
 from nanoinfer.ops.activations.spec import gelu_and_mul
 
-UNREAD_ROPE = RopeConfig("default", 10000.0, {})  # encoders have bases of their own, or none
+# Encoders have bases of RoPE of their own, or none.
+COMMON_READERS: Mapping[str, Reader] = {
+    "rope": lambda fields: RopeConfig("default", 10000.0, {}),
+    "rotary_dim": read_head_dim,
+}
 
 
 def encoder_config(config: ModelConfig) -> EncoderConfig:
@@ -234,6 +239,8 @@ class EncoderModel(NativeModel):
     """
 
     config_defaults: ClassVar[Mapping[str, Any]] = {}
+    config_readers: ClassVar[Mapping[str, Reader]] = {}
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {"position_embedding_type": "absolute", "is_decoder": False}
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
     # How names begin in checkpoints of whole models; checkpoints of the encoder alone lack these prefixes.
