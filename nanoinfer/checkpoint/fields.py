@@ -4,7 +4,7 @@ Overrides have vLLM's meaning.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from nanoinfer.errors import ConfigError, ModelError, find_similar
@@ -39,7 +39,7 @@ class Fields:
 
     defaults: the values of fields that are absent, which go before those of single calls. path: the names that lead to
     this part. elsewhere: paths of fields that stand in another part. noted: by the path of each field that was read,
-    whether all that it holds was; all parts share it.
+    whether all that it holds was; all parts share it. source: the file, for messages.
     """
 
     values: Mapping[str, Any]
@@ -47,6 +47,7 @@ class Fields:
     path: Path = ()
     elsewhere: Mapping[str, Path] = field(default_factory=dict)
     noted: dict[Path, bool] = field(default_factory=dict)
+    source: str = "config.json"
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field as it is; the default where it is absent."""
@@ -60,7 +61,7 @@ class Fields:
         values = self._value(name) or {}
         if not isinstance(values, Mapping):
             raise self.error(name, rule)
-        return Fields(values, path=path, noted=self.noted)
+        return Fields(values, path=path, noted=self.noted, source=self.source)
 
     def int(self, name: str, default: Int | None = None, least: Int = 1) -> Int:
         """Return a whole number of at least `least`."""
@@ -111,14 +112,14 @@ class Fields:
         """Raise ModelError for another value, which the engine would have to ignore. Null is no value."""
         value = self.get(name, neutral)
         if value not in (neutral, None):
-            raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
+            raise self.error(name, "which is not supported; use a model without it", ",")
 
     def with_others(self, others: "Fields", names: Iterable[str]) -> "Fields":
         """Return these fields with those of `others` in their place that have a value."""
         found = [name for name in names if others.values.get(name) is not None]
         values = {**self.values, **{name: others.values[name] for name in found}}
         elsewhere = {**self.elsewhere, **{name: others.path_of(name) for name in found}}
-        return Fields(values, self.defaults, self.path, elsewhere, self.noted)
+        return replace(self, values=values, elsewhere=elsewhere)
 
     def path_of(self, name: str) -> Path:
         return self.elsewhere.get(name, (*self.path, name))
@@ -127,9 +128,9 @@ class Fields:
         """Return whether a field was read, by itself or with all that is around it."""
         return path in self.noted or any(self.noted.get(path[:end]) for end in range(1, len(path)))
 
-    def error(self, name: str, rule: str) -> ModelError:
+    def error(self, name: str, rule: str, mark: str = ";") -> ModelError:
         """Return the error for a value that breaks a rule."""
-        return ModelError(f"config.json has {name}={self._value(name)!r:.200}; {rule}")
+        return ModelError(f"{self.source} has {name}={self._value(name)!r:.200}{mark} {rule}")
 
     def _value(self, name: str, default: Any = None) -> Any:
         return self.values[name] if name in self.values else self.defaults.get(name, default)
@@ -140,7 +141,7 @@ class Fields:
 
     def _within(self, name: str, value: Any, limit: Any) -> Any:
         if value > limit:
-            raise ModelError(f"config.json has {name}={value!r}, beyond any model; download it again")
+            raise self.error(name, "beyond any model; download it again", ",")
         return value
 
 

@@ -152,12 +152,12 @@ def _read_activation(fields: Fields) -> str | None:
     part = fields.get("sentence_transformers")
     name = part.get("activation_fn") if isinstance(part, Mapping) else None
     name = name or fields.get("sbert_ce_default_activation_function")
-    return None if name is None else activation_name(name, "config.json")
+    return None if name is None else activation_name(name, fields.source)
 
 
-def activation_name(path: Any, file: Path | str) -> str:
+def activation_name(path: Any, source: str) -> str:
     """Return the class of torch.nn that a file names, as "torch.nn.modules.activation.Tanh", say."""
     package, _, name = str(path).rpartition(".")
     if name not in ACTIVATIONS or package.partition(".")[0] != "torch":
-        raise ModelError(f"{file} has the activation {path!r}; supported are {', '.join(ACTIVATIONS)} of torch.nn")
+        raise ModelError(f"{source} has the activation {path!r}; supported are {', '.join(ACTIVATIONS)} of torch.nn")
     return name
