@@ -13,7 +13,7 @@ import torch
 from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.config import VLLM_NAMES, EngineConfig, describe_options
 from nanoinfer.errors import ConfigError, ModelError
-from nanoinfer.models import REGISTRY, get_model_class
+from nanoinfer.models import SUPPORTED, get_model_class
 from nanoinfer.models.config_fields import read_windows
 from nanoinfer.models.native_config import read_native_config, read_native_folder
 
@@ -357,8 +357,8 @@ def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
 def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 768}))
     with pytest.raises(ModelError) as error:
-        read_native_folder(tmp_path, supported=REGISTRY)
-    assert str(error.value) == f"architecture 'GPT2LMHeadModel' is not supported; supported are {', '.join(REGISTRY)}"
+        read_native_folder(tmp_path)
+    assert str(error.value) == f"architecture 'GPT2LMHeadModel' is not supported; supported are {', '.join(SUPPORTED)}"
 
 
 @pytest.mark.parametrize(
@@ -373,12 +373,16 @@ def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: P
         ("MarianMTModel", {"is_encoder_decoder": True}, "an encoder-decoder, "),
         ("BertForMaskedLM", {}, "an encoder like BERT, which fills in masked words and generates no text; run it with"),
         ("BertForPreTraining", {}, "an encoder like BERT, "),
-        ("BertModel", {}, "a model without a language-model head, as for embeddings; run it with sentence-transform"),
+        ("DistilBertModel", {}, "a model without a language-model head, as for embeddings; run it with sentence-tr"),
         ("T5EncoderModel", {"is_encoder_decoder": True}, "a model without a language-model head, "),
         ("GPT2Model", {}, "a model without a language-model head, as for embeddings; "),
         ("GPT2ForSequenceClassification", {}, "a classifier, which generates no text; run it with transformers' pip"),
         ("BartForSequenceClassification", {"is_encoder_decoder": True}, "a classifier, which generates no text; "),
-        ("BertForTokenClassification", {}, "a classifier, which generates no text; run it with transformers' pipeline"),
+        (
+            "AlbertForTokenClassification",
+            {},
+            "a classifier, which generates no text; run it with transformers' pipeline",
+        ),
         ("LlamaForRewardModel", {}, "a reward model, which scores texts and generates none; "),
     ],
 )
@@ -386,7 +390,7 @@ def test_a_model_of_another_kind_is_named_as_what_it_is_with_what_to_do(
     architecture: str, fields: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(ModelError) as error:
-        read_native_config({"architectures": [architecture], **fields}, supported=REGISTRY)
+        read_native_config({"architectures": [architecture], **fields})
     assert str(error.value).startswith(f"architecture {architecture!r} is not supported: it is a")
     assert what in str(error.value)
 

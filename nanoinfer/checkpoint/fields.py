@@ -22,11 +22,13 @@ SPELLINGS |= {new: old for old, new in SPELLINGS.items()}
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 # The types of layers that have RoPE parameters of their own in transformers 5, and where transformers 4 has their base.
 ROPE_BASES = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+MSCALES = ("mscale", "mscale_all_dim")  # of YaRN, where 0 means none
+ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
 # All that transformers knows in them. What is read of these depends on rope_type.
 ROPE_PARAMETERS = (
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
-    *("attention_factor", "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor"),
-    *("high_freq_factor", "mscale", "mscale_all_dim", "truncate"),
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "truncate"),
+    *(*ROPE_FLOATS, *MSCALES, *ROPE_LISTS),
 )
 
 
@@ -161,7 +163,7 @@ def read_overridden(
     except ModelError as error:
         raise ModelError(f"with hf_overrides={overrides!r:.200}, {error}") from None
     for path, value in replaced(overrides):
-        if fields.is_read(path) and (not in_rope(path) or path[-1] in ROPE_PARAMETERS):
+        if fields.is_read(path):
             continue
         siblings = (
             ROPE_PARAMETERS if in_rope(path) else [noted[-1] for noted in fields.noted if noted[:-1] == path[:-1]]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from nanoinfer.checkpoint.base_config import LinearAttentionConfig, MoEConfig
-from nanoinfer.checkpoint.fields import ROPE_BASES, ROPE_PARAMETERS, Fields
+from nanoinfer.checkpoint.fields import MSCALES, ROPE_BASES, ROPE_FLOATS, ROPE_LISTS, ROPE_PARAMETERS, Fields
 from nanoinfer.checkpoint.model_config import RopeConfig
 from nanoinfer.errors import ModelError
 
@@ -23,9 +23,6 @@ COMMON_DEFAULTS = {
     "initializer_range": 0.02,
     "rope_theta": 10000.0,
 }
-ROPE_FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-MSCALES = ("mscale", "mscale_all_dim")  # of YaRN, where 0 means none
-ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dimensions
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of text alone all three positions of a token are the same
 PARTIAL = "partial_rotary_factor"
 ONE_SET = "one set of numbers for all layers is supported"

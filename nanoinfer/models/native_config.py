@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +45,32 @@ def read_native_folder(
     overrides: Mapping[str, Any] | None = None,
     quantization: str | None = None,
     runner: str = "auto",
-    supported: Mapping[str, str] = SUPPORTED,
 ) -> ModelConfig:
     """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
 
     overrides: fields that replace those of the file. quantization: how to round weights that the checkpoint has in 16
     bits; one in 8 bits says itself how it is to be read. runner: whether the model is to generate or to embed, where it
-    can do both. supported: the architectures that can be run; any other is refused first, since its config.json may
-    name its sizes differently.
+    can do both.
     """
     if not (folder / "config.json").exists():
         raise ModelError(f"{folder} {explain_folder(folder)}")
     raw = read_json(folder / "config.json")
-    config = read_overridden(raw, overrides, lambda fields: read_native_config(fields, quantization, supported))
+    config = read_overridden(raw, overrides, partial(read_native_config, quantization=quantization))
     config = replace(config, head=choose_head(config.head, runner, folder))
     return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, config.is_encoder))
 
 
-def read_native_config(
-    whole: Fields | Mapping[str, Any], quantization: str | None = None, supported: Mapping[str, str] = SUPPORTED
-) -> ModelConfig:
-    """Read the fields of a config.json; what the engine would have to ignore is refused."""
+def read_native_config(whole: Fields | Mapping[str, Any], quantization: str | None = None) -> ModelConfig:
+    """Read the fields of a config.json; what the engine would have to ignore is refused.
+
+    An unknown architecture is refused first, since its config.json may name its sizes differently.
+    """
     whole = whole if isinstance(whole, Fields) else Fields(whole)
     named = read_architecture(whole.get("architectures"))
-    architecture, kind = split_architecture(whole.values, named, supported.keys())
+    architecture, kind = split_architecture(whole.values, named, SUPPORTED)
     head = read_head(whole, kind)
-    if architecture not in supported:
-        raise ModelError(explain_architecture(whole.values, architecture, supported))
+    if architecture not in SUPPORTED:
+        raise ModelError(explain_architecture(whole.values, architecture, SUPPORTED))
     fields, architecture = _text_part(whole, architecture)
     model_class = get_model_class(architecture)
     fields = replace(fields, defaults={**COMMON_DEFAULTS, **model_class.config_defaults})
