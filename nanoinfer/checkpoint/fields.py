@@ -96,9 +96,9 @@ class Fields:
     def choice(self, name: str, supported: Iterable[str], default: str | None = None) -> str:
         """Return one of the supported values."""
         value = self._present(name, default)
-        if value not in supported:
+        if not isinstance(value, str) or value not in supported:
             raise self.error(name, f"supported are {', '.join(supported)}")
-        return str(value)
+        return value
 
     def layers(self, num_layers: Int, kinds: Mapping[str, Kind]) -> tuple[Kind, ...] | None:
         """Return for each layer what `layer_types` names for it; None where there is no such list."""
@@ -165,10 +165,8 @@ def read_overridden(
     for path, value in replaced(overrides):
         if fields.is_read(path):
             continue
-        siblings = (
-            ROPE_PARAMETERS if in_rope(path) else [noted[-1] for noted in fields.noted if noted[:-1] == path[:-1]]
-        )
-        meant = find_similar(path[-1], siblings)
+        siblings = [noted[-1] for noted in fields.noted if noted[:-1] == path[:-1]]
+        meant = find_similar(path[-1], ROPE_PARAMETERS if in_rope(path) else siblings)
         hint = f"did you mean {meant!r}? Else leave it out" if meant else "leave it out"
         raise ConfigError(
             f"hf_overrides has {'.'.join(path)}={value!r:.99}, which changes nothing: nanoinfer does not read it from "

@@ -28,6 +28,7 @@ class Gemma3Embedding(VocabParallelEmbedding):
 
 
 def read_attention_scale(fields: Fields) -> float:
+    """Read the number by whose square root scores are divided."""
     return fields.float("query_pre_attn_scalar") ** -0.5
 
 

@@ -14,6 +14,7 @@ from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 def read_glm_experts(fields: Fields) -> MoEConfig:
+    """Read the sizes of the experts, their groups, and how many compute all tokens; these count as one."""
     num_shared = fields.int("n_shared_experts") if fields.get("n_shared_experts") else 0
     return read_experts(
         fields,
@@ -42,12 +43,12 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     }
-    renamed_modules: ClassVar = {"shared_experts": "shared_expert"}
     config_readers: ClassVar = {
         "rotary_dim": read_rotary_dim,
         "qk_norm": partial(Fields.flag, name="use_qk_norm"),
         "moe": read_glm_experts,
     }
+    renamed_modules: ClassVar = {"shared_experts": "shared_expert"}
 
     def __init__(self, config: ModelConfig, *args: Any) -> None:
         super().__init__(config, *args)

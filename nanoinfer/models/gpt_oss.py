@@ -13,6 +13,7 @@ from nanoinfer.models.decoder_spec import DecoderSpec
 
 
 def read_clamped_experts(fields: Fields) -> MoEConfig:
+    """Read the sizes of the experts, and where their gate and up are clamped."""
     limit, alpha = fields.float("swiglu_limit"), fields.float("swiglu_alpha")
     return read_experts(fields, swiglu_limit=limit, swiglu_alpha=alpha)
 
@@ -44,6 +45,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
     }
+    config_readers: ClassVar = {"windows": read_alternating_windows, "moe": read_clamped_experts}
     renamed_modules: ClassVar = {"router": "gate"}
     renamed_endings: ClassVar = {
         "self_attn.sinks": "self_attn.sinks.weight",
@@ -58,4 +60,3 @@ class GptOssForCausalLM(DecoderForCausalLM):
             }.items()
         },
     }
-    config_readers: ClassVar = {"windows": read_alternating_windows, "moe": read_clamped_experts}

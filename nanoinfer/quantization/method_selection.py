@@ -122,8 +122,8 @@ def read_quantization(
         shards = by_module.setdefault(module, {})
         shards[shard] = (*shards.get(shard, ()), name)
     if fields.values:
-        method: Any = fields.get("quant_method")
-        if method not in READERS:
+        method = fields.get("quant_method")
+        if not isinstance(method, str) or method not in READERS:
             raise ModelError(
                 f"config.json has quantization_config with quant_method={method!r}, which is not supported; supported "
                 f"are {', '.join(READERS)}; {REMEDY}"

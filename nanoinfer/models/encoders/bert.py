@@ -28,6 +28,7 @@ def positions_from(first_position: Callable[[Fields], int]) -> dict[str, Reader]
 
 
 def after_padding(fields: Fields) -> int:
+    """Return the first row of positions that is not the padding's."""
     return fields.int("pad_token_id", least=0) + 1
 
 

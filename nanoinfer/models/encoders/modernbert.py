@@ -10,6 +10,7 @@ from nanoinfer.models.encoders.layers import ACTIVATIONS
 
 
 def read_encoder(fields: Fields) -> EncoderConfig:
+    """Read what the encoder has and decoders lack."""
     num_layers = fields.int("num_hidden_layers")
     local_layers = fields.layers(num_layers, {"sliding_attention": True, "full_attention": False})
     if local_layers is None:
