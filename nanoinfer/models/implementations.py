@@ -6,15 +6,9 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.checkpoint.architecture_names import (
-    explain_architecture,
-    explain_folder,
-    read_architecture,
-    split_architecture,
-)
+from nanoinfer.checkpoint.architecture_names import explain_architecture, read_architecture, read_config_json
 from nanoinfer.checkpoint.base_config import BaseModelConfig
-from nanoinfer.checkpoint.fields import override
-from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.fields import Fields, override
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
@@ -58,17 +52,14 @@ def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
 
 def uses_transformers(folder: Path, options: EngineConfig) -> bool:
     """Return whether transformers is to compute the layers of a model. Raises ModelError for a version that cannot."""
-    if not (folder / "config.json").exists():
-        raise ModelError(f"{folder} {explain_folder(folder)}")
-    raw = read_json(folder / "config.json")
-    raw = override(raw, options.hf_overrides) if options.hf_overrides else raw
-    name = read_architecture(raw.get("architectures"))
-    is_native = split_architecture(raw, name, SUPPORTED)[0] in SUPPORTED
+    raw = override(read_config_json(folder), options.hf_overrides or {})
+    architecture, _ = read_architecture(Fields(raw), SUPPORTED)
+    is_native = architecture in SUPPORTED
     if not raw.get("architectures") or (is_native and options.model_impl == "auto"):
         return False
     version = metadata.version("transformers")
     if tuple(map(int, version.split(".")[:2])) < FIRST_VERSION:
-        why = "" if is_native else f"{explain_architecture(raw, name, SUPPORTED)}. "
+        why = "" if is_native else f"{explain_architecture(raw, architecture, SUPPORTED)}. "
         raise ModelError(
             f"{why}Layers of transformers run from version {'.'.join(map(str, FIRST_VERSION))} on, and {version} is "
             "installed; upgrade it"

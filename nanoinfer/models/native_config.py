@@ -6,14 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checkpoint.architecture_names import (
-    explain_architecture,
-    explain_folder,
-    read_architecture,
-    split_architecture,
-)
+from nanoinfer.checkpoint.architecture_names import explain_architecture, read_architecture, read_config_json
 from nanoinfer.checkpoint.fields import Fields, read_overridden
-from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.pooling_config import read_head, read_padding
 from nanoinfer.checkpoint.sentence_transformers import choose_head, read_pooling
@@ -52,10 +46,8 @@ def read_native_folder(
     bits; one in 8 bits says itself how it is to be read. runner: whether the model is to generate or to embed, where it
     can do both.
     """
-    if not (folder / "config.json").exists():
-        raise ModelError(f"{folder} {explain_folder(folder)}")
-    raw = read_json(folder / "config.json")
-    config = read_overridden(raw, overrides, partial(read_native_config, quantization=quantization))
+    read = partial(read_native_config, quantization=quantization)
+    config = read_overridden(read_config_json(folder), overrides, read)
     config = replace(config, head=choose_head(config.head, runner, folder))
     return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, config.is_encoder))
 
@@ -66,8 +58,7 @@ def read_native_config(whole: Fields | Mapping[str, Any], quantization: str | No
     An unknown architecture is refused first, since its config.json may name its sizes differently.
     """
     whole = whole if isinstance(whole, Fields) else Fields(whole)
-    named = read_architecture(whole.get("architectures"))
-    architecture, kind = split_architecture(whole.values, named, SUPPORTED)
+    architecture, kind = read_architecture(whole, SUPPORTED)
     head = read_head(whole, kind)
     if architecture not in SUPPORTED:
         raise ModelError(explain_architecture(whole.values, architecture, SUPPORTED))
