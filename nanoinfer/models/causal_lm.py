@@ -1,7 +1,7 @@
 """A decoder and its head: the class that architectures are subclasses of."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
 from nanoinfer.layers.score_head import ScoreHead, score_head
 from nanoinfer.models import execution
-from nanoinfer.models.config_fields import Reader
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
@@ -36,11 +35,6 @@ class DecoderForCausalLM(NativeModel):
     """
 
     spec: ClassVar[DecoderSpec] = DecoderSpec()
-    # What config.json may leave out, by the values that transformers then takes.
-    config_defaults: ClassVar[Mapping[str, Any]] = {}
-    # By field of ModelConfig: what reads it, where that is not as in COMMON_READERS of `config_fields.py`.
-    config_readers: ClassVar[Mapping[str, Reader]] = {}
-    unsupported_unless: ClassVar[Mapping[str, Any]] = {}  # more of UNSUPPORTED_UNLESS in `native_config.py`
     # How the names of tensors begin that are not needed: those of vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),
@@ -57,9 +51,6 @@ class DecoderForCausalLM(NativeModel):
             ("_activation_scale", "activation_scale"),
         )
     }
-    # Name of a module in the checkpoint -> ours, where they differ.
-    renamed_modules: ClassVar[Mapping[str, str]] = {}
-    # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),

@@ -117,7 +117,7 @@ def _rope_config(fields: Fields, part: Fields, base: str) -> RopeConfig:
     rope_type = part.get("rope_type") or part.get("type") or "default"
     if rope_type == "su":  # its first name
         rope_type = "longrope"
-    theta = part.float("rope_theta") if part.get("rope_theta") else fields.float(base, 10000.0)
+    theta = part.float("rope_theta") if part.get("rope_theta") else fields.float(base)
     named = ("rope_type", "type", "rope_theta", PARTIAL)
     parameters = {name: value for name, value in part.values.items() if name not in named}
     original = "original_max_position_embeddings"

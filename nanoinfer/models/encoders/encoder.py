@@ -238,11 +238,7 @@ class EncoderModel(NativeModel):
     An architecture is a subclass that reads its config.json, and says how a checkpoint calls the weights.
     """
 
-    config_defaults: ClassVar[Mapping[str, Any]] = {}
-    config_readers: ClassVar[Mapping[str, Reader]] = {}
     unsupported_unless: ClassVar[Mapping[str, Any]] = {"position_embedding_type": "absolute", "is_decoder": False}
-    renamed_modules: ClassVar[Mapping[str, str]] = {}
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
     # How names begin in checkpoints of whole models; checkpoints of the encoder alone lack these prefixes.
     prefixes: ClassVar[tuple[str, ...]] = ()
     # Parts of a checkpoint's names -> what replaces them here, one replacement after the other.
