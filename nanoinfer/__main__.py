@@ -149,7 +149,7 @@ def add_chat(commands: Any) -> None:
 
 def list_models(_args: argparse.Namespace) -> int:
     """Print what `architectures` in a config.json may say, and return the exit code."""
-    from nanoinfer.models import ENCODERS, REGISTRY  # which imports PyTorch
+    from nanoinfer.models import ENCODERS, REGISTRY
 
     print("generate and embed; those of the decoder alone, and of its classifiers, load too:")
     print(*(f"  {name}" for name in REGISTRY), sep="\n")

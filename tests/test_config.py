@@ -4,18 +4,18 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nanoinfer.checkpoint.config_fields import SPECIAL_FIELDS
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.rope_config import RopeConfig
+from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.config import VLLM_NAMES, EngineConfig, describe_options
 from nanoinfer.errors import ConfigError, ModelError
-from nanoinfer.models import REGISTRY, SUPPORTED
+from nanoinfer.models import SUPPORTED, get_model_class
+from nanoinfer.models.config_fields import read_windows
+from nanoinfer.models.native_config import read_native_config, read_native_folder
 
 SIZES = {
     "vocab_size": 100,
@@ -218,7 +218,7 @@ def test_a_model_is_split_over_sizes_that_divide_it_and_others_are_refused_with_
     heads: int, kv_heads: int, mlp: int, fitting: list[int]
 ) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": mlp}
-    config = ModelConfig.from_dict({**QWEN3, **sizes}, REGISTRY)
+    config = read_native_config({**QWEN3, **sizes})
     for size in range(1, 40):
         if size in fitting:
             config.check_tensor_parallel_size(size)
@@ -249,7 +249,7 @@ def test_the_spellings_of_transformers_4_and_5_mean_the_same(
 ) -> None:
     old = {"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": dtype}
     new = {"rope_parameters": {"rope_theta": 5e5, **parameters}, "dtype": dtype}
-    assert ModelConfig.from_dict({**QWEN3, **old}, REGISTRY) == ModelConfig.from_dict({**QWEN3, **new}, REGISTRY)
+    assert read_native_config({**QWEN3, **old}) == read_native_config({**QWEN3, **new})
 
 
 def test_a_config_of_qwen3_0_6b_is_read_field_by_field() -> None:
@@ -271,7 +271,7 @@ def test_a_config_of_qwen3_0_6b_is_read_field_by_field() -> None:
     others = {"hidden_act": "silu", "max_window_layers": 28, "model_type": "qwen3", "rope_scaling": None}
     others |= {"rope_theta": 1000000, "sliding_window": None, "torch_dtype": "bfloat16", "use_sliding_window": False}
     rope = RopeConfig("default", 1000000.0, {})
-    assert ModelConfig.from_dict({"architectures": ["Qwen3ForCausalLM"], **sizes, **others}, REGISTRY) == ModelConfig(
+    assert read_native_config({"architectures": ["Qwen3ForCausalLM"], **sizes, **others}) == ModelConfig(
         architecture="Qwen3ForCausalLM",
         dtype="bfloat16",
         rope=rope,
@@ -300,18 +300,18 @@ def test_what_transformers_itself_writes_is_read(
     rope = {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
     theirs = Qwen3Config(**SIZES, **flags, **rope, architectures=["Qwen3ForCausalLM"], torch_dtype=dtype)
     theirs.save_pretrained(tmp_path)
-    ours = ModelConfig.from_folder(tmp_path, REGISTRY)
+    ours = read_native_folder(tmp_path)
     assert (ours.architecture, ours.dtype) == ("Qwen3ForCausalLM", str(dtype).removeprefix("torch."))
     assert {name: getattr(ours, name) for name in SIZES | flags} == SIZES | flags
     factor = {"factor": 2.0} if rope_scaling else {}
     assert ours.rope == RopeConfig("linear" if rope_scaling else "default", rope_theta, factor)
-    assert ModelConfig.from_dict(theirs.to_dict(), REGISTRY) == ours
+    assert read_native_config(theirs.to_dict()) == ours
 
 
 def test_defaults_stand_in_for_what_config_json_leaves_out() -> None:
     left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings")
     rest = {name: value for name, value in QWEN3.items() if name not in left_out}
-    config = ModelConfig.from_dict({**rest, "num_attention_heads": 64}, REGISTRY)
+    config = read_native_config({**rest, "num_attention_heads": 64})
     assert config.num_key_value_heads == 32  # Qwen3's, not a KV head for each query head
     assert config.head_dim == 128  # Qwen3's, not hidden_size / num_attention_heads
     assert config.max_position_embeddings == 32768
@@ -329,42 +329,36 @@ REQUIRED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 def test_a_missing_size_is_refused_by_name(name: str) -> None:
     raw = {key: value for key, value in QWEN3.items() if key != name}
     with pytest.raises(ModelError, match=f"config.json has {name}=None; it must be a whole number of at least 1"):
-        ModelConfig.from_dict(raw, REGISTRY)
+        read_native_config(raw)
 
 
 def test_a_sliding_window_that_is_switched_off_is_accepted() -> None:
-    config = ModelConfig.from_dict({**QWEN3, "use_sliding_window": False, "sliding_window": 4096}, REGISTRY)
-    assert config == ModelConfig.from_dict(QWEN3, REGISTRY)
+    config = read_native_config({**QWEN3, "use_sliding_window": False, "sliding_window": 4096})
+    assert config == read_native_config(QWEN3)
 
 
-@pytest.mark.parametrize(("special_fields", "windows"), [(set(), (None, None)), ({"sliding_window"}, (4, 4))])
-def test_a_field_counts_where_an_architecture_names_it_and_not_because_it_has_a_default(
-    special_fields: set[str], windows: tuple[int | None, ...]
+def test_a_field_counts_where_an_architecture_reads_it_and_not_because_it_has_a_default(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Architecture(REGISTRY["LlamaForCausalLM"]):  # type: ignore[misc]
-        config_defaults: ClassVar = {"sliding_window": 4}
-
-    Architecture.special_fields = special_fields
-    raw = {**QWEN3, "architectures": ["Architecture"]}
-    assert ModelConfig.from_dict(raw, {"Architecture": Architecture}).windows == windows
-
-
-@pytest.mark.parametrize("architecture", SUPPORTED)
-def test_special_fields_are_those_that_are_listed(architecture: str) -> None:
-    assert SUPPORTED[architecture].special_fields <= SPECIAL_FIELDS.keys()
+    llama, raw = get_model_class("LlamaForCausalLM"), {**QWEN3, "architectures": ["LlamaForCausalLM"]}
+    monkeypatch.setattr(llama, "config_defaults", {"sliding_window": 4})
+    assert read_native_config(raw).windows == (None, None)
+    monkeypatch.setattr(llama, "config_readers", {"windows": read_windows})
+    assert read_native_config(raw).windows == (4, 4)
+    assert read_native_config({**raw, "sliding_window": 8}).windows == (8, 8)
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_folder(tmp_path, REGISTRY)
+        read_native_folder(tmp_path)
     assert str(error.value) == f"{tmp_path} has no config.json; give the folder of a Hugging Face checkpoint"
 
 
 def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 768}))
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_folder(tmp_path, REGISTRY)
-    assert str(error.value) == f"architecture 'GPT2LMHeadModel' is not supported; supported are {', '.join(REGISTRY)}"
+        read_native_folder(tmp_path)
+    assert str(error.value) == f"architecture 'GPT2LMHeadModel' is not supported; supported are {', '.join(SUPPORTED)}"
 
 
 @pytest.mark.parametrize(
@@ -379,12 +373,16 @@ def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: P
         ("MarianMTModel", {"is_encoder_decoder": True}, "an encoder-decoder, "),
         ("BertForMaskedLM", {}, "an encoder like BERT, which fills in masked words and generates no text; run it with"),
         ("BertForPreTraining", {}, "an encoder like BERT, "),
-        ("BertModel", {}, "a model without a language-model head, as for embeddings; run it with sentence-transform"),
+        ("DistilBertModel", {}, "a model without a language-model head, as for embeddings; run it with sentence-tr"),
         ("T5EncoderModel", {"is_encoder_decoder": True}, "a model without a language-model head, "),
         ("GPT2Model", {}, "a model without a language-model head, as for embeddings; "),
         ("GPT2ForSequenceClassification", {}, "a classifier, which generates no text; run it with transformers' pip"),
         ("BartForSequenceClassification", {"is_encoder_decoder": True}, "a classifier, which generates no text; "),
-        ("BertForTokenClassification", {}, "a classifier, which generates no text; run it with transformers' pipeline"),
+        (
+            "AlbertForTokenClassification",
+            {},
+            "a classifier, which generates no text; run it with transformers' pipeline",
+        ),
         ("LlamaForRewardModel", {}, "a reward model, which scores texts and generates none; "),
     ],
 )
@@ -392,7 +390,7 @@ def test_a_model_of_another_kind_is_named_as_what_it_is_with_what_to_do(
     architecture: str, fields: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict({"architectures": [architecture], **fields}, REGISTRY)
+        read_native_config({"architectures": [architecture], **fields})
     assert str(error.value).startswith(f"architecture {architecture!r} is not supported: it is a")
     assert what in str(error.value)
 
@@ -411,7 +409,7 @@ def test_a_model_of_another_kind_is_named_as_what_it_is_with_what_to_do(
 def test_a_folder_of_another_kind_is_named_as_such(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_folder(tmp_path, REGISTRY)
+        read_native_folder(tmp_path)
     assert str(error.value).startswith(f"{tmp_path} {message}")
 
 
@@ -419,7 +417,7 @@ def test_a_folder_of_another_kind_is_named_as_such(tmp_path: Path, name: str, co
 def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json"):
-        ModelConfig.from_folder(tmp_path, REGISTRY)
+        read_native_folder(tmp_path)
 
 
 # --- ModelConfig: limits ---
@@ -437,7 +435,7 @@ def test_a_config_json_that_is_no_json_object_is_refused(content: bytes, tmp_pat
     ],
 )
 def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[str, Any] | None, limit: int) -> None:
-    assert ModelConfig.from_dict({**QWEN3, "rope_scaling": rope_scaling}, REGISTRY).max_model_len == limit
+    assert read_native_config({**QWEN3, "rope_scaling": rope_scaling}).max_model_len == limit
 
 
 @pytest.mark.parametrize(
@@ -480,14 +478,14 @@ def test_the_longest_sequence_follows_from_the_rotary_type(rope_scaling: dict[st
 )
 def test_a_value_that_makes_no_sense_or_is_not_supported_is_named(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict({**QWEN3, **entry}, REGISTRY)
+        read_native_config({**QWEN3, **entry})
     assert message in str(error.value)
 
 
 def test_null_stands_for_the_default_or_for_none_at_all() -> None:
     names = ("rms_norm_eps", "rope_theta", "rope_scaling")
-    assert ModelConfig.from_dict({**QWEN3, **dict.fromkeys(names)}, REGISTRY) == ModelConfig.from_dict(QWEN3, REGISTRY)
-    config = ModelConfig.from_dict({**QWEN3, "num_key_value_heads": None, "head_dim": None}, REGISTRY)
+    assert read_native_config({**QWEN3, **dict.fromkeys(names)}) == read_native_config(QWEN3)
+    config = read_native_config({**QWEN3, "num_key_value_heads": None, "head_dim": None})
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)  # a KV head for each query head; 32 / 4
 
 

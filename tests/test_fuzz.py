@@ -19,10 +19,9 @@ from nanoinfer import LLM, NanoinferError, SamplingParams, tiny_model_path
 from nanoinfer.batch.batch_job import Job
 from nanoinfer.batch.job_files import BatchOutput, Line
 from nanoinfer.checkpoint.loader import load_model
-from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.layers.rotary_embedding import rope_frequencies
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_folder
 from tests.checkpoint.test_loader import SIZES, build, checkpoint_tensors, tiny_config
 
 NUM_CASES = [100, pytest.param(10_000, marks=pytest.mark.slow)]
@@ -99,7 +98,7 @@ def test_config_json(num_cases: int, tmp_path: Path) -> None:
         content = json.dumps({**SIZES, **({"rope_scaling": rope} if rope else {}), **entries})
         (tmp_path / "config.json").write_bytes(content.encode()[: cut or None])
         try:
-            config = ModelConfig.from_folder(tmp_path, REGISTRY)
+            config = read_native_folder(tmp_path)
             if config.head_dim < 2**16:
                 rope_frequencies(config, config.max_model_len)
         except NanoinferError:
@@ -116,7 +115,7 @@ def test_overrides_of_config_json(num_cases: int, tmp_path: Path) -> None:
     def check(overrides: dict[str, Any], rope: dict[str, Any]) -> None:
         try:
             config = EngineConfig(model="m", hf_overrides={**overrides, **({"rope_scaling": rope} if rope else {})})
-            ModelConfig.from_folder(tmp_path, REGISTRY, overrides=config.hf_overrides)
+            read_native_folder(tmp_path, overrides=config.hf_overrides)
         except NanoinferError:
             pass
 

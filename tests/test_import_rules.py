@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nanoinfer
+from nanoinfer.models import SUPPORTED
 
 PACKAGE = Path(nanoinfer.__file__).parent
 
@@ -305,6 +306,11 @@ print(import_seconds)
 @pytest.fixture(scope="module")
 def first_answer() -> list[str]:
     return run_python(FIRST_ANSWER).splitlines()
+
+
+def test_a_first_answer_imports_the_page_of_its_architecture_and_no_other(first_answer: list[str]) -> None:
+    pages = {path.rpartition(".")[0] for path in SUPPORTED.values()}
+    assert {page for page in pages if f"nanoinfer.models.{page}" in first_answer[4].split()} == {"qwen"}
 
 
 def test_a_first_answer_brings_in_no_heavy_library(first_answer: list[str]) -> None:

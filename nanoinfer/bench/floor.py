@@ -17,13 +17,13 @@ import torch
 
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_config import Fp8Config
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.moe import Router
 from nanoinfer.models import get_model_class
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.fp8.spec import quantize_weight
+from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.method_selection import has_fewer_bits
 
 GIB = 2**30

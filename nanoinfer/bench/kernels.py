@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from nanoinfer.bench.floor import Rates, count_pairs, median_seconds
 from nanoinfer.bench.report import describe_machine, describe_source, print_row
-from nanoinfer.checkpoint.int4_config import Int4Config
-from nanoinfer.checkpoint.moe_config import MoEConfig
-from nanoinfer.checkpoint.quantization_config import Fp8Config
-from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
+from nanoinfer.checkpoint.base_config import MoEConfig
+from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
@@ -34,6 +32,8 @@ from nanoinfer.ops.common.fp8_format import RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.kv_cache.spec import quantize_vectors
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
+from nanoinfer.quantization.fp8_linear import Fp8Config
+from nanoinfer.quantization.int4.formats import Int4Config
 from nanoinfer.quantization.method_selection import with_quantization
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

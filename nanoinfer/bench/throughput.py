@@ -30,9 +30,8 @@ from nanoinfer.bench.workloads import (
     model_of,
     write_embedder,
 )
-from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ConfigError
-from nanoinfer.models import SUPPORTED
+from nanoinfer.models.native_config import read_native_folder
 
 NUM_EMBEDDINGS = 5  # runs; short texts take the host a fifth more time or less from run to run
 
@@ -233,7 +232,7 @@ def run_embed(args: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_embedder(folder, name, args.seed)
-        config = ModelConfig.from_folder(folder, SUPPORTED)
+        config = read_native_folder(folder)
         rates = measure_rates(device, config)
         for load_name in args.texts or EMBEDDED_TEXTS[device]:
             workload = draw_workload(args.seed, EMBEDDED_TEXTS[device][load_name], NUM_WORDS)

@@ -15,6 +15,7 @@ from typing import Any
 from nanoinfer import tiny_model_path
 from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,16 +316,18 @@ def choose_model(
     A size gets random weights, and its config.json is written to the folder `scratch`: a forward pass is as fast with
     random weights as with trained ones.
     """
-    from nanoinfer.models import REGISTRY  # imports PyTorch, which --help need not wait for
+    from nanoinfer.models.native_config import read_native_folder  # imports PyTorch, which --help need not wait for
 
     if model is None and (size or device == "cuda"):
         size = size or "0.6B"
         write_config(size, scratch)
         name = f"Qwen3-{size}" if size[0].isdigit() else size
-        config = ModelConfig.from_folder(scratch, REGISTRY, quantization=quantization)
+        config = read_native_folder(scratch, quantization=quantization)
         return Model(name, scratch, config, True, quantization)
     folder = resolve_model_folder(model or str(tiny_model_path()))
-    config = ModelConfig.from_folder(folder, REGISTRY, quantization=quantization)
+    config = read_native_folder(folder, quantization=quantization)
+    if config.refusal_reason is not None:
+        raise ConfigError(f"model={model!r}: {config.refusal_reason}")
     return Model(model or "tiny-qwen3", folder, config, False, quantization)
 
 

@@ -2,10 +2,65 @@
 
 from dataclasses import dataclass, field
 
-from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig
-from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.checkpoint.pooling_config import HeadConfig, PoolingConfig
 from nanoinfer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Describes the mixture-of-experts MLPs of a model.
+
+    norm_topk_prob: whether the weights of a token's experts are made to sum to 1. has_experts: whether a layer has
+    experts, by layer; the others have a dense MLP. shared_size: the inner size of the expert that computes all tokens;
+    None: there is none. num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
+    scaling_factor: what the weights of a token's experts are multiplied by. swiglu_limit, swiglu_alpha: where gate and
+    up are clamped, and the slope of the gate's sigmoid, see `clamped_swiglu` of ops/experts; None: plain SwiGLU.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of an expert
+    norm_topk_prob: bool
+    has_experts: tuple[bool, ...]
+    shared_size: int | None = None
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scaling_factor: float = 1.0
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionConfig:
+    """Describes the layers with linear attention (Gated DeltaNet, Yang et al. 2024).
+
+    Neighbouring value heads share a key head. conv_width: how many tokens the convolution before it sees. is_linear:
+    whether a layer is one of them, by layer; the others attend to all tokens.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    is_linear: tuple[bool, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.is_linear)
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Return how many channels are convolved: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,54 +1,13 @@
-"""The sizes of a model, read from its config.json, in the spellings of transformers 4.51 to 5.x."""
+"""A model's sizes, as its architecture reads them from config.json, and how they are split over ranks."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
-from nanoinfer.checkpoint.config_fields import DEFAULTS, MAX_SIZE, MULTIPLIERS, read_flag, read_number
-from nanoinfer.checkpoint.encoder_config import EncoderConfig, read_encoder
-from nanoinfer.checkpoint.hub import read_json
-from nanoinfer.checkpoint.hybrid_config import (
-    read_linear_attention,
-    text_architecture,
-    text_part,
-)
-from nanoinfer.checkpoint.moe_config import read_moe
-from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
-from nanoinfer.checkpoint.overrides import read_overridden
-from nanoinfer.checkpoint.pooling_config import (
-    HeadConfig,
-    choose_head,
-    read_head,
-    read_pooling,
-    split_architecture,
-    with_padding,
-)
-from nanoinfer.checkpoint.quantization_config import read_quantization
-from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
-from nanoinfer.checkpoint.rope_config import (
-    RopeConfig,
-    by_type_of_layer,
-    read_query_scaling,
-    read_rope,
-    read_rotary_dim,
-)
-from nanoinfer.checkpoint.window_config import read_unrotated, read_windows
-from nanoinfer.config import DTYPES
+from nanoinfer.checkpoint.fields import MAX_SIZE
+from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.errors import ConfigError, ModelError
-
-# What config.json may ask for that is not built in, and the value that does not ask for it.
-UNSUPPORTED_UNLESS = {
-    "hidden_act": "silu",
-    "hidden_activation": "gelu_pytorch_tanh",  # Gemma's name for it
-    "use_bidirectional_attention": False,
-    "is_causal": True,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "attention_out_bias": False,
-}
-
 
 # The products of an MLP, by the field of its inner size.
 PRODUCTS_OF_MLPS = {
@@ -67,24 +26,40 @@ class ShareOfHeads(NamedTuple):
     inputs_of: str | None = None
 
 
-class Architecture(Protocol):
-    """What reading a config.json needs to know of an architecture; a model class has it.
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Describes a rotary embedding: `theta` is the base; `parameters` are the other numbers of its type."""
 
-    What reading its weights needs is in `CheckpointNames`, in `weights.py`.
+    rope_type: str
+    theta: float
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """Describes what encoders have and decoders lack.
+
+    first_position: the row of the position table that a text's first token has; None where positions are rotations.
+    type_vocab_size: kinds of segments, such as the first and the second text of a pair; 0 for none. activation: of the
+    MLP. norm_bias: whether layer norms add a bias. window: how many tokens a layer with a window sees to either side,
+    its own included. local_layers: which layers have that window, by layer. rope_thetas: the bases of layers without a
+    window, and of those with one. head_bias, head_activation: of the dense layer of ModernBERT's classifiers.
     """
 
-    config_defaults: Mapping[str, Any]  # what config.json may leave out, by the values that transformers then takes
-    special_fields: Set[str]  # those of SPECIAL_FIELDS that count for it
-    rotates_windows_alone: bool  # whether RoPE rotates only in layers with a window, if sliding_window is set
-    needs_window: bool  # whether sliding_window must not be null
-    unsupported_unless: Mapping[str, Any]  # like UNSUPPORTED_UNLESS, whose values it overrides
-    packed_modules_mapping: Mapping[str, tuple[str, str]]  # a checkpoint's name -> our packed module, and its shard
-    renamed_modules: Mapping[str, str]  # a checkpoint's name -> ours
+    activation: str
+    first_position: int | None = None
+    type_vocab_size: int = 0
+    norm_bias: bool = True
+    window: int | None = None
+    local_layers: tuple[bool, ...] = ()
+    rope_thetas: tuple[float, float] = (10000.0, 10000.0)
+    head_bias: bool = True
+    head_activation: str = "tanh"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(BaseModelConfig):
-    """Holds a model's sizes, read from config.json in the spellings of transformers 4.51 to 5.x."""
+    """Holds a model's sizes."""
 
     intermediate_size: int
     rms_norm_eps: float
@@ -106,81 +81,7 @@ class ModelConfig(BaseModelConfig):
     quantization: QuantizationConfig | None = None  # None: all weights have 16 bits, or 32
     encoder: EncoderConfig | None = None  # None: a decoder
 
-    @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        supported: Mapping[str, Architecture],
-        overrides: Mapping[str, Any] | None = None,
-        quantization: str | None = None,
-        runner: str = "auto",
-    ) -> "ModelConfig":
-        """Read `folder`/config.json. Raises ModelError where it is missing, not JSON, or lacks a size.
-
-        supported: the architectures that can be run, by name; any other is refused first, since its config.json may
-        name its sizes differently. overrides: fields that replace those of the file. quantization: how to round weights
-        that the checkpoint has in 16 bits; one in 8 bits says itself how it is to be read. runner: whether the model is
-        to generate or to embed, where it can do both.
-        """
-        if not (folder / "config.json").exists():
-            raise ModelError(f"{folder} {explain_folder(folder)}")
-        raw = read_json(folder / "config.json")
-        config = read_overridden(raw, overrides, lambda fields: cls.from_dict(fields, supported, quantization))
-        config = replace(config, head=choose_head(config.head, runner, folder))
-        return replace(config, pooling=read_pooling(folder, config.head, config.hidden_size, config.is_encoder))
-
-    @classmethod
-    def from_dict(
-        cls, raw: Mapping[str, Any], supported: Mapping[str, Architecture], quantization: str | None = None
-    ) -> "ModelConfig":
-        """Read the fields of a config.json; what the engine would have to ignore is refused."""
-        architecture, head = _identify(raw, supported)
-        encoder, raw = read_encoder(text_part(raw), architecture)
-        if encoder is not None and (quantization is not None or raw.get("quantization_config") is not None):
-            raise ModelError(
-                "encoders have their weights in 16 or 32 bits; leave quantization out, or take another checkpoint"
-            )
-        model_class = supported[architecture]
-        defaults = {**DEFAULTS, **model_class.config_defaults}
-        special = {name: defaults.get(name) for name in model_class.special_fields}
-        _refuse_unsupported(raw, special, {**UNSUPPORTED_UNLESS, **model_class.unsupported_unless})
-        if raw.get("rope_scaling"):
-            defaults.pop("rope_parameters", None)
-        raw = {**defaults, **raw}
-        raw_of_windows = None
-        if "rope_local_base_freq" in special:
-            raw, raw_of_windows = by_type_of_layer(raw)
-        values = _read_plain_fields(raw, special, defaults)
-        windows = read_windows(raw, special, values["num_hidden_layers"], model_class.needs_window)
-        config = cls(
-            architecture=architecture,
-            dtype=_read_dtype(raw),
-            rope=read_rope(raw),
-            local_rope=read_rope(raw_of_windows) if raw_of_windows else None,
-            rotary_dim=read_rotary_dim(raw, special, values["head_dim"]),
-            attention_scale=_read_attention_scale(raw, special, values["head_dim"]),
-            attention_soft_cap=_read_soft_cap(raw, special, "attn_logit_softcapping"),
-            logits_soft_cap=_read_soft_cap(raw, special, "final_logit_softcapping"),
-            windows=windows,
-            unrotated=read_unrotated(raw, special, windows, model_class.rotates_windows_alone),
-            qk_norm=read_flag(raw, "use_qk_norm", False) if "use_qk_norm" in special else None,
-            query_scaling_beta=read_query_scaling(raw, special),
-            moe=read_moe(raw, special, values["num_hidden_layers"]) if "num_experts" in special else None,
-            linear_attention=read_linear_attention(raw, special, values["num_hidden_layers"]),
-            quantization=read_quantization(
-                raw.get("quantization_config"),
-                quantization,
-                model_class.packed_modules_mapping,
-                model_class.renamed_modules,
-            ),
-            encoder=encoder,
-            head=with_padding(head, raw) if encoder is None else head,
-            **values,
-        )
-        config._check(quantization)
-        return config
-
-    def _check(self, quantization: str | None) -> None:
+    def check(self, quantization: str | None) -> None:
         """Raise ModelError for sizes that do not fit each other. quantization: how the user wants weights rounded."""
         num_heads, num_kv_heads = self.num_attention_heads, self.num_key_value_heads
         if num_heads % num_kv_heads != 0:
@@ -306,70 +207,3 @@ class ModelConfig(BaseModelConfig):
             has_experts = self.moe is not None and self.moe.has_experts[index]
             return has_experts == last.startswith(("experts", "shared_expert"))
         return self.is_linear(index) == (part == "linear_attn")
-
-
-def read_architecture(raw: Mapping[str, Any]) -> str:
-    """Return what a config.json calls the class of its model."""
-    architectures = raw.get("architectures") or ["(none)"]
-    if not isinstance(architectures, list):
-        raise ModelError(f"config.json has architectures={architectures!r}; it must be a list of names")
-    return str(architectures[0])
-
-
-def _identify(raw: Mapping[str, Any], supported: Mapping[str, Architecture]) -> tuple[str, HeadConfig | None]:
-    """Return the architecture that runs a config.json, and the head in place of a language-model head, if any."""
-    architecture, kind = split_architecture(raw, read_architecture(raw), supported.keys())
-    head = read_head(raw, kind)
-    if architecture not in supported:
-        raise ModelError(explain_architecture(raw, architecture, supported))
-    return text_architecture(raw, architecture), head
-
-
-def _refuse_unsupported(raw: Mapping[str, Any], special: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
-    """Raise ModelError for a field of `unless` with another value than that, which the engine would have to ignore."""
-    for name, without in unless.items():
-        value = None if name in special else raw.get(name, without)
-        if value not in (without, None):
-            raise ModelError(f"config.json has {name}={value!r}, which is not supported; use a model without it")
-
-
-def _read_plain_fields(
-    raw: Mapping[str, Any], special: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Read what is a number or a flag in config.json and in ModelConfig, by name."""
-    num_heads = read_number(raw, "num_attention_heads", int)
-    absent = {"num_key_value_heads": num_heads, "head_dim": read_number(raw, "hidden_size", int) // num_heads}
-    values: dict[str, Any] = {}
-    for item in fields(ModelConfig):
-        if item.name in MULTIPLIERS and item.name not in special:
-            continue
-        if item.type in (int, float) and item.name not in ("rotary_dim", "attention_scale"):
-            name = "layer_norm_eps" if item.name == "rms_norm_eps" and "layer_norm_eps" in special else item.name
-            default = absent.get(name, defaults.get(name))
-            values[item.name] = read_number(raw, name, item.type, default)
-        elif item.type is bool:
-            values[item.name] = read_flag(raw, item.name, defaults.get(item.name, False))
-    if "logit_scale" in special:
-        values["logits_scaling"] = 1 / read_number(raw, "logit_scale", float, special["logit_scale"])
-    return values
-
-
-def _read_attention_scale(raw: Mapping[str, Any], special: Mapping[str, Any], head_dim: int) -> float:
-    """Read what scores are multiplied by: 1 / sqrt(head_dim), unless the architecture names another number."""
-    if "attention_multiplier" in special:
-        return read_number(raw, "attention_multiplier", float)
-    name = "query_pre_attn_scalar"
-    return (read_number(raw, name, float, special[name]) if name in special else head_dim) ** -0.5
-
-
-def _read_soft_cap(raw: Mapping[str, Any], special: Mapping[str, Any], name: str) -> float | None:
-    """Read a soft cap; null stands for none."""
-    return None if name not in special or raw[name] is None else float(read_number(raw, name, float))
-
-
-def _read_dtype(raw: Mapping[str, Any]) -> str:
-    """Read `dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
-    return dtype

@@ -1,190 +1,189 @@
-"""Which weights of a model have fewer bits, and how: a config.json's `quantization_config`, or the option quantization.
+"""What all kinds of quantized weights have in common: which modules they cover, and how fields are read and refused."""
 
-In 8 bits three dialects are read: "fp8" (Qwen3-FP8, Ministral 3, static scales), "compressed-tensors" (llm-compressor)
-and "modelopt"; in 4 bits the second, AWQ and GPTQ (`int4_config.py`). What would change the answer and is not built in
-is refused by field and value.
-"""
-
-import json
+import functools
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import combinations, product
+from typing import Any, ClassVar
 
-from nanoinfer.checkpoint.int4_config import (
-    Int4Config,
-    read_auto_round,
-    read_awq,
-    read_gptq,
-    read_mxfp4,
-    read_pack_quantized,
-)
-from nanoinfer.checkpoint.quantization_fields import (
-    REMEDY,
-    QuantizationConfig,
-    drop_kv_scales,
-    module_names,
-    only,
-    refuse_the_rest,
-    unsupported,
-)
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.errors import ModelError
 
-BLOCK_SIZE = 128  # rows and columns of a weight, and inputs of a token, that share a scale
+logger = logging.getLogger("nanoinfer")
+
+REMEDY = "use such a checkpoint, or the original one in 16 bits with quantization='fp8' or 'int4'"
+KV_SCALES = ("kv_cache_scheme", "static_kv_dtype")  # what says how a checkpoint has scales for the KV cache
+# Fields that say how a checkpoint was made, or what it is not; they change nothing here.
+WITHOUT_EFFECT = {
+    *KV_SCALES,
+    *("version", "quantization_status", "global_compression_ratio", "run_compressed", "dequantize", "provider"),
+    *("observer", "observer_kwargs", "sparsity_config"),
+}
+# How names begin in checkpoints of models for text and images, where ours begin with "model.".
+TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Config(QuantizationConfig):
-    """Describes the weights of linear layers in FP8 (e4m3) and the activations that they are multiplied by.
+class QuantizationConfig:
+    """Says which weights of a model have fewer bits.
 
-    weight_granularity: what shares a scale: an output channel; a block of 128 x 128; or a whole tensor of the
-    checkpoint.
-    static_inputs: whether activations have one scale that the checkpoint gives; else each token's is computed.
-    scale_name, input_scale_name: what the checkpoint calls the scales of a `weight`, and the one of its inputs.
+    weight_bits: bits of a weight, with its share of a scale where few weights have one.
+    in_checkpoint: whether the checkpoint holds the weights so. If not, they are rounded when they are loaded.
+    ignored: the checkpoint's modules that stay in 16 bits, as `_patterns` reads them.
+    packed: our names of modules -> for each weight that they pack, its names in checkpoints.
+    renamed: our names of modules -> others in checkpoints.
     """
 
-    weight_bits = 8
-    weight_granularity: Literal["channel", "block", "tensor"] = "channel"
-    static_inputs: bool = False
-    scale_name: str = "weight_scale"
-    input_scale_name: str = "input_scale"
-
-    @property
-    def block_size(self) -> int | None:
-        return BLOCK_SIZE if self.weight_granularity == "block" else None
+    weight_bits: ClassVar[float]
+    in_checkpoint: bool = False
+    ignored: tuple[str, ...] = ()
+    packed: Mapping[str, tuple[tuple[str, ...], ...]] | None = None
+    renamed: Mapping[str, tuple[str, ...]] | None = None
 
     @property
     def shard_multiple(self) -> int:
-        return BLOCK_SIZE if self.weight_granularity == "block" or not self.static_inputs else 1
+        """Return what a rank's share of a row-parallel layer's inputs has to be a multiple of."""
+        return 1
 
+    @property
+    def mlp_multiple(self) -> int:
+        """Return what a rank's share of an MLP's inner size is filled up to a multiple of."""
+        return self.shard_multiple
 
-def read_quantization(
-    raw: Any, requested: str | None, packed: Mapping[str, tuple[str, str]], renamed: Mapping[str, str]
-) -> QuantizationConfig | None:
-    """Read a config.json's quantization_config, or what the user asks for where it has none. Raises ModelError.
-
-    packed, renamed: names of the checkpoint's modules -> ours, as a model class has them.
-    """
-    if not raw and requested is None:
+    @property
+    def block_size(self) -> int | None:
+        """How many rows, and as many columns, of a weight share a scale; None where each row has scales of its own."""
         return None
-    by_module: dict[str, dict[str, tuple[str, ...]]] = {}
-    for name, (module, shard) in packed.items():
-        shards = by_module.setdefault(module, {})
-        shards[shard] = (*shards.get(shard, ()), name)
-    names: dict[str, Any] = {
-        "packed": {module: tuple(shards.values()) for module, shards in by_module.items()},
-        "renamed": {ours: tuple(name for name in renamed if renamed[name] == ours) for ours in renamed.values()},
-    }
-    if not raw:
-        return Int4Config(**names) if requested == "int4" else Fp8Config(**names)
-    if not isinstance(raw, Mapping):
-        raise ModelError(f"config.json has quantization_config={raw!r:.99}; it must be a JSON object")
-    method: Any = raw.get("quant_method")
-    if method not in READERS:
-        raise ModelError(
-            f"config.json has quantization_config with quant_method={method!r}, which is not supported; supported are "
-            f"{', '.join(READERS)}; {REMEDY}"
-        )
-    return READERS[method](dict(raw), in_checkpoint=True, **names)
+
+    @property
+    def unsplittable_reason(self) -> str | None:
+        """Why several ranks cannot share the weights; None if they can."""
+        return None
+
+    def covers(self, module: str) -> bool:
+        """Return whether the weight of one of our modules has fewer bits, such as "model.layers.0.self_attn.qkv_proj".
+
+        Raises ModelError where only some of the weights that it packs are.
+        """
+        if not self.ignored:
+            return True
+        weights = [*self._checkpoint_names(module)]
+        ignored = [name for names in weights if (name := self._ignored_name(names))]
+        if 0 < len(ignored) < len(weights):
+            others = next(names for names in weights if not self._ignored_name(names))
+            raise ModelError(
+                f"quantization_config leaves {', '.join(ignored)} in 16 bits and not {others[0]}, which is computed in "
+                "one product with it; use a checkpoint that treats them alike"
+            )
+        path, _, last = module.rpartition(".")
+        return not ignored and not self._ignored_name(self._spellings(path, (last,)))  # a checkpoint may pack as we do
+
+    def _ignored_name(self, spellings: Iterable[str]) -> str | None:
+        """Return the one of a weight's names by which it is ignored; None if it is not."""
+        plain, expressions = _patterns(self.ignored)
+        names = [*spellings]
+        for name in names:
+            parts = name.split(".")
+            paths = (".".join(parts[start:end]) for start, end in combinations(range(len(parts) + 1), 2))
+            if not plain.isdisjoint(paths):
+                return name
+        for expression in expressions:
+            found = [name for name in names if expression.match(name)]
+            # What excludes a name matches all that the checkpoint does not have.
+            if found and (len(found) == len(names) or "(?!" not in expression.pattern):
+                return found[0]
+        return None
+
+    def _checkpoint_names(self, module: str) -> Iterator[list[str]]:
+        """Yield, for each weight that one of our modules packs, all names that it has in checkpoints.
+
+        Versions of transformers differ, and may write the names of one into the config and those of another into the
+        file. Of experts, only the first is looked at.
+        """
+        path, _, last = module.rpartition(".")
+        modules: tuple[str, ...] = (last,)
+        if path.endswith("experts"):
+            path, modules = f"{path}.0", ("gate_up_proj", "down_proj")  # one kernel computes both
+        for name in modules:
+            weights = (self.packed or {}).get(name, ((),))
+            for names in weights:
+                yield [*self._spellings(path, (*names, name) if len(weights) == 1 else names)]
+
+    def _spellings(self, path: str, names: tuple[str, ...]) -> Iterator[str]:
+        """Yield what a module of these names in a path of ours, such as "model.layers.0.mlp", may be called."""
+        renamed = self.renamed or {}
+        for parts in product(*((part, *renamed.get(part, ())) for part in path.split(".")), names):
+            name = ".".join(parts).removeprefix("model.")
+            yield from (prefix + name for prefix in ("model.", *TEXT_PREFIXES, ""))
 
 
-def _read_fp8(raw: dict[str, Any], **common: Any) -> Fp8Config:
-    """Read the dialect of Qwen3-FP8, DeepSeek and of per-tensor checkpoints, such as those of Ministral 3."""
-    drop_kv_scales(raw)
-    # transformers always writes weight_block_size, and gives scales names of its own.
-    names = ("weight_scale_inv", "activation_scale") if "weight_block_size" in raw else ("weight_scale", "input_scale")
-    block = raw.pop("weight_block_size", None)
-    scheme = raw.pop("activation_scheme", "dynamic")
-    fields = ("modules_to_not_convert", "ignored_layers")
-    ignored = [name for field in fields for name in module_names(field, raw.pop(field, None) or [])]
-    only("weight_block_size", block, (None, [BLOCK_SIZE, BLOCK_SIZE]))
-    only("activation_scheme", scheme, ("dynamic", "static"))
-    only("fmt", raw.pop("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
-    only("scale_fmt", raw.pop("scale_fmt", None), (None, "float"))
-    only("expert_dtype", raw.pop("expert_dtype", None), (None, "fp8"))
-    refuse_the_rest(raw, {"quant_method"})
-    if block and scheme == "static":
-        raise unsupported("activation_scheme", scheme, ("dynamic",), " with weight_block_size")
-    return Fp8Config(
-        weight_granularity="block" if block else "tensor",
-        static_inputs=scheme == "static",
-        scale_name=names[0],
-        input_scale_name=names[1],
-        ignored=tuple(ignored),
-        **common,
+def only(fields: Fields, name: str, supported: tuple[Any, ...], default: Any = None) -> Any:
+    """Return a field of a quantization_config. Raises ModelError unless its value is one of these."""
+    value = fields.get(name, default)
+    # True equals 1, and a tuple does not equal a list.
+    if not any(value == item and type(value) is type(item) for item in supported):
+        raise unsupported(".".join((*fields.path[1:], name)), value, supported)
+    return value
+
+
+def unsupported(name: str, value: Any, supported: tuple[Any, ...], where: str = "") -> ModelError:
+    """Return the error for a value that is not one of these."""
+    return ModelError(
+        f"config.json has quantization_config with {name}={value!r:.200}{where}, which is not supported; supported: "
+        f"{', '.join(map(repr, supported))}; {REMEDY}"
     )
 
 
-def _read_modelopt(raw: dict[str, Any], **common: Any) -> Fp8Config:
-    """Read the dialect of TensorRT Model Optimizer: a static scale for each weight and its inputs."""
-    drop_kv_scales(raw)
-    only("quant_algo", raw.pop("quant_algo", None), ("FP8",))
-    raw.pop("config_groups", None)  # says the same in other words
-    ignored = raw.pop("ignore", None) or []
-    refuse_the_rest(raw, {"quant_method", "producer"})
-    return Fp8Config(weight_granularity="tensor", static_inputs=True, ignored=module_names("ignore", ignored), **common)
-
-
-def _read_compressed_tensors(raw: dict[str, Any], **common: Any) -> QuantizationConfig:
-    """Read the dialect of llm-compressor: one scheme for all linear layers, in FP8 or in packed integers of 4 bits."""
-    drop_kv_scales(raw)
-    layout = raw.pop("format", None)
-    only("format", layout, ("float-quantized", "naive-quantized", "pack-quantized"))  # the first two are one in FP8
-    groups, ignored = raw.pop("config_groups", None), raw.pop("ignore", None) or []
-    for location in re.findall(r'"location": "(\w+)"', json.dumps(raw.pop("transform_config", None))):
-        only("transform_config.location", location, ("weight_input", "weight_output"))  # what is in the weights already
-    refuse_the_rest(raw, {"quant_method"})
-    schemes = [*groups.values()] if isinstance(groups, Mapping) else []
-    if len(schemes) != 1 or not isinstance(group := schemes[0], Mapping):
-        raise ModelError(
-            f"config.json has quantization_config with config_groups={groups!r:.200}; one group for all linear layers "
-            "is supported; use a checkpoint with one"
+def refuse_the_rest(fields: Fields, harmless: Collection[str] = ()) -> None:
+    """Raise ModelError where a field that was not read has a value that could mean something."""
+    if any(fields.values.get(name) for name in KV_SCALES):
+        logger.info(
+            "the checkpoint has scales for a KV cache in 8 bits, and none are needed: kv_cache_dtype='int8' or 'fp8' "
+            "finds one for each key and value; without it the cache has 16 bits"
         )
-    only("targets", group.get("targets"), (["Linear"],))
-    only("format", group.get("format"), (None, layout))
-    only("output_activations", group.get("output_activations"), (None,))
-    if layout == "pack-quantized":
-        only("input_activations", group.get("input_activations"), (None,))
-        if not isinstance(packed := group.get("weights"), Mapping):
-            raise unsupported("weights", packed, ("a scheme of 4 bits",))
-        return read_pack_quantized(packed, ignored=module_names("ignore", ignored), **common)
-    weights, inputs = (_scheme(name, group.get(name)) for name in ("weights", "input_activations"))
-    strategy: Any = weights.get("strategy")
-    static = not inputs.get("dynamic")
-    only("weights.strategy", strategy, ("channel", "block", "tensor"))
-    only("weights.dynamic", weights.get("dynamic", False), (False,))
-    if strategy == "block":
-        block = weights.get("block_structure")
-        only("weights.block_structure", block, ([BLOCK_SIZE, BLOCK_SIZE], f"{BLOCK_SIZE}x{BLOCK_SIZE}"))
-        only("input_activations.dynamic", inputs.get("dynamic"), (True,))
-        only("input_activations.strategy", inputs.get("strategy"), ("group", "token"))
-        only("input_activations.group_size", inputs.get("group_size"), (None, BLOCK_SIZE))
-    else:
-        only("input_activations.strategy", inputs.get("strategy"), ("tensor",) if static else ("token",))
-    return Fp8Config(
-        weight_granularity=strategy, static_inputs=static, ignored=module_names("ignore", ignored), **common
-    )
+    for name in fields.values:
+        is_known = fields.is_read((*fields.path, name)) or name in WITHOUT_EFFECT or name in harmless
+        if not is_known and (value := fields.get(name)) not in (None, False, {}, []):
+            raise unsupported(name, value, (None,))
 
 
-def _scheme(name: str, part: Any) -> Mapping[str, Any]:
-    """Return what a group says of its weights or inputs, which have to be in FP8."""
-    if not isinstance(part, Mapping):
-        raise unsupported(name, part, ("a scheme of 8 bits",))
-    only(f"{name}.num_bits", part.get("num_bits"), (8,))
-    only(f"{name}.type", part.get("type"), ("float",))
-    only(f"{name}.symmetric", part.get("symmetric", True), (True,))
-    only(f"{name}.actorder", part.get("actorder"), (None, False))
-    return part
+def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
+    """Return the modules that fields name. Raises ModelError for what is no list of names."""
+    return tuple(module for name in names for module in checked_names(name, fields.get(name) or []))
 
 
-# What reads a quantization_config, by its quant_method. It takes the fields that it knows out of them.
-READERS: Mapping[str, Callable[..., QuantizationConfig]] = {
-    "fp8": _read_fp8,
-    "compressed-tensors": _read_compressed_tensors,
-    "awq": read_awq,
-    "gptq": read_gptq,
-    "auto-round": read_auto_round,
-    "intel/auto-round": read_auto_round,  # its name before 0.5
-    "mxfp4": read_mxfp4,
-    "modelopt": _read_modelopt,
-}
+def checked_names(field: str, names: Any) -> tuple[str, ...]:
+    """Return names of modules. Raises ModelError for what is none."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"config.json has quantization_config with {field}={names!r:.200}; it must be a list of names")
+    for name in names:
+        try:
+            _patterns((name,))
+        except re.error as error:
+            raise ModelError(
+                f"config.json has quantization_config with {field}={name!r}: {error}; use a valid expression"
+            ) from None
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=4)  # long lists are looked through for each module
+def _patterns(names: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Sort names of ignored modules: plain ones, and expressions that match a module's whole name from its beginning.
+
+    A plain name means a module of this name or path, and what lies in it. "re:" begins an expression; one without it
+    ends where a name ends, as in transformers. A "*" stands for any letters.
+    """
+    plain, expressions = set(), []
+    for name in names:
+        if name.startswith("re:"):
+            expressions.append(re.compile(name[3:]))
+        elif set(name) & set("\\^$|()[]{}+?"):
+            expressions.append(re.compile(rf"(?:{name})(?:\.|$)"))
+        elif "*" in name:
+            wild = re.escape(name).replace(r"\*", ".*")
+            expressions.append(re.compile(rf"(?:.*\.)?{wild}(?:\.|$)"))
+        else:
+            plain.add(name)
+    return frozenset(plain), tuple(expressions)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.quantization_fields import REMEDY
+from nanoinfer.checkpoint.quantization_config import REMEDY
 from nanoinfer.device import why_not_plain
 from nanoinfer.errors import ModelError
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import wide_rows

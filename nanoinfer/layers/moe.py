@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.layers.moe import Router, Routing
 from nanoinfer.ops.routing.spec import route_by_sigmoid, route_in_groups
 

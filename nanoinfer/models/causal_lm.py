@@ -1,13 +1,13 @@
 """A decoder and its head: the class that architectures are subclasses of."""
 
-from collections.abc import Mapping, Set
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_fields import TEXT_PREFIXES
+from nanoinfer.checkpoint.quantization_config import TEXT_PREFIXES
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
@@ -28,18 +28,13 @@ BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoint
 class DecoderForCausalLM(NativeModel):
     """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
 
-    An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json and the names
-    of its weights by what `Architecture` in `checkpoint/model_config.py` and `CheckpointNames` in `weights.py` list.
+    An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json by
+    `config_defaults` and `config_readers`, in the names of its weights by what `CheckpointNames` in `weights.py` lists.
 
     max_positions: positions that the rotary tables cover. backends: how attention is computed, layer by layer.
     """
 
     spec: ClassVar[DecoderSpec] = DecoderSpec()
-    config_defaults: ClassVar[Mapping[str, Any]] = {}
-    special_fields: ClassVar[Set[str]] = frozenset()
-    rotates_windows_alone: ClassVar[bool] = False
-    needs_window: ClassVar[bool] = False
-    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
     # How the names of tensors begin that are not needed: those of vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),
@@ -56,9 +51,6 @@ class DecoderForCausalLM(NativeModel):
             ("_activation_scale", "activation_scale"),
         )
     }
-    # Name of a module in the checkpoint -> ours, where they differ.
-    renamed_modules: ClassVar[Mapping[str, str]] = {}
-    # Name in the checkpoint -> (our packed module, the shard of it that the weight fills).
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),

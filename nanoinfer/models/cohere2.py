@@ -1,9 +1,11 @@
 """Cohere2: attention and MLP side by side, norms that subtract the mean, positions in layers with a window alone."""
 
+from functools import partial
 from typing import ClassVar
 
 from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import layers_without_windows, number, read_alternating_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -18,9 +20,12 @@ class Cohere2ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }
-    special_fields: ClassVar = {"layer_norm_eps", "logit_scale", "sliding_window", "sliding_window_pattern"}
-    rotates_windows_alone: ClassVar = True
-    needs_window: ClassVar = True
+    config_readers: ClassVar = {
+        "windows": partial(read_alternating_windows, needs_window=True),
+        "unrotated": layers_without_windows,
+        "rms_norm_eps": number("layer_norm_eps"),
+        "logits_scaling": lambda fields: 1 / fields.float("logit_scale"),
+    }
     unsupported_unless: ClassVar = {
         "order_of_interleaved_layers": "local_attn_first",
         "position_embedding_type": "rope_gptj",

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import layers_without_windows, read_alternating_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -15,5 +16,4 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }
-    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern"}
-    rotates_windows_alone: ClassVar = True
+    config_readers: ClassVar = {"windows": read_alternating_windows, "unrotated": layers_without_windows}

@@ -3,11 +3,27 @@
 from functools import partial
 from typing import Any, ClassVar
 
+from nanoinfer.checkpoint.base_config import MoEConfig
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.sigmoid_router import SigmoidRouter
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_experts, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec
+
+
+def read_glm_experts(fields: Fields) -> MoEConfig:
+    """Read the sizes of the experts, their groups, and how many compute all tokens; these count as one."""
+    num_shared = fields.int("n_shared_experts") if fields.get("n_shared_experts") else 0
+    return read_experts(
+        fields,
+        num_dense=fields.int("first_k_dense_replace", least=0),
+        shared_size=num_shared * fields.int("moe_intermediate_size") if num_shared else None,
+        num_groups=fields.int("n_group"),
+        num_chosen_groups=fields.int("topk_group"),
+        scaling_factor=fields.float("routed_scaling_factor"),
+    )
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
@@ -27,15 +43,10 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     }
-    special_fields: ClassVar = {
-        "partial_rotary_factor",
-        "use_qk_norm",
-        "num_experts",
-        "n_shared_experts",
-        "routed_scaling_factor",
-        "n_group",
-        "topk_group",
-        "first_k_dense_replace",
+    config_readers: ClassVar = {
+        "rotary_dim": read_rotary_dim,
+        "qk_norm": partial(Fields.flag, name="use_qk_norm"),
+        "moe": read_glm_experts,
     }
     renamed_modules: ClassVar = {"shared_experts": "shared_expert"}
 

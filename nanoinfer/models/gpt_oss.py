@@ -3,10 +3,19 @@
 from functools import partial
 from typing import ClassVar
 
+from nanoinfer.checkpoint.base_config import MoEConfig
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.layers.clamped_experts import BiasedRouter, ClampedExperts
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_alternating_windows, read_experts
 from nanoinfer.models.decoder_spec import DecoderSpec
+
+
+def read_clamped_experts(fields: Fields) -> MoEConfig:
+    """Read the sizes of the experts, and where their gate and up are clamped."""
+    limit, alpha = fields.float("swiglu_limit"), fields.float("swiglu_alpha")
+    return read_experts(fields, swiglu_limit=limit, swiglu_alpha=alpha)
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
@@ -36,7 +45,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
     }
-    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern", "num_experts", "swiglu_limit"}
+    config_readers: ClassVar = {"windows": read_alternating_windows, "moe": read_clamped_experts}
     renamed_modules: ClassVar = {"router": "gate"}
     renamed_endings: ClassVar = {
         "self_attn.sinks": "self_attn.sinks.weight",

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import torch
 
+from nanoinfer.checkpoint.architecture_names import explain_architecture, read_architecture, read_config_json
 from nanoinfer.checkpoint.base_config import BaseModelConfig
-from nanoinfer.checkpoint.hub import read_json
+from nanoinfer.checkpoint.fields import Fields, override
 from nanoinfer.checkpoint.loader import fill_with_random_weights, load_model
-from nanoinfer.checkpoint.model_config import ModelConfig, read_architecture
-from nanoinfer.checkpoint.other_models import explain_architecture, explain_folder
-from nanoinfer.checkpoint.overrides import override
-from nanoinfer.checkpoint.pooling_config import split_architecture
+from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -20,6 +18,7 @@ from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import SUPPORTED, get_model_class
 from nanoinfer.models.interface import Model
+from nanoinfer.models.native_config import read_native_folder
 
 logger = logging.getLogger("nanoinfer")
 
@@ -30,7 +29,7 @@ def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
     """Read the config of a model, and choose whose layers it has. Raises ModelError for one that cannot be run."""
     overrides, quantization, runner = options.hf_overrides, options.quantization, options.runner
     if options.model_impl == "nanoinfer" or not uses_transformers(folder, options):
-        config: BaseModelConfig = ModelConfig.from_folder(folder, SUPPORTED, overrides, quantization, runner)
+        config: BaseModelConfig = read_native_folder(folder, overrides, quantization, runner)
         if options.compile:
             raise ConfigError(
                 f"compile=True compiles transformers' layers, and those of {config.architecture} are nanoinfer's own; "
@@ -53,17 +52,14 @@ def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
 
 def uses_transformers(folder: Path, options: EngineConfig) -> bool:
     """Return whether transformers is to compute the layers of a model. Raises ModelError for a version that cannot."""
-    if not (folder / "config.json").exists():
-        raise ModelError(f"{folder} {explain_folder(folder)}")
-    raw = read_json(folder / "config.json")
-    raw = override(raw, options.hf_overrides) if options.hf_overrides else raw
-    name = read_architecture(raw)
-    is_native = split_architecture(raw, name, SUPPORTED)[0] in SUPPORTED
+    raw = override(read_config_json(folder), options.hf_overrides or {})
+    architecture, _ = read_architecture(Fields(raw), SUPPORTED)
+    is_native = architecture in SUPPORTED
     if not raw.get("architectures") or (is_native and options.model_impl == "auto"):
         return False
     version = metadata.version("transformers")
     if tuple(map(int, version.split(".")[:2])) < FIRST_VERSION:
-        why = "" if is_native else f"{explain_architecture(raw, name, SUPPORTED)}. "
+        why = "" if is_native else f"{explain_architecture(raw, architecture, SUPPORTED)}. "
         raise ModelError(
             f"{why}Layers of transformers run from version {'.'.join(map(str, FIRST_VERSION))} on, and {version} is "
             "installed; upgrade it"

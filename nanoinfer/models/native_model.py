@@ -1,7 +1,8 @@
 """What our own decoders and encoders share towards the runner: see `Model` in `interface.py`."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.distributed.tensor_parallel import VocabShard
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.models import execution
+from nanoinfer.models.config_fields import Reader
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
@@ -17,8 +19,20 @@ from nanoinfer.models.hidden_state_hooks import forward_with_hidden_states
 
 
 class NativeModel(nn.Module):
-    """Gives the runner what it asks of a model, from a decoder (or an encoder) and its head."""
+    """Gives the runner what it asks of a model, from a decoder (or an encoder) and its head.
 
+    config_defaults: what config.json may leave out, by the values that transformers then takes. config_readers: by
+    field of ModelConfig, what reads it, where that is not as in COMMON_READERS of `config_fields.py`.
+    unsupported_unless: more of UNSUPPORTED_UNLESS in `native_config.py`. renamed_modules: name of a module in the
+    checkpoint -> ours, where they differ. packed_modules_mapping: name in the checkpoint -> our packed module, and the
+    shard of it that the weight fills.
+    """
+
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
+    config_readers: ClassVar[Mapping[str, Reader]] = {}
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
+    renamed_modules: ClassVar[Mapping[str, str]] = {}
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
     model: Decoder
     lm_head: ParallelLMHead
     generates: bool

@@ -1,8 +1,10 @@
 """OLMo 2 and 3: norms after attention and MLP instead of before, and over all queries and keys; 3 has windows."""
 
+from functools import partial
 from typing import ClassVar
 
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import ROPE_BY_TYPE_OF_LAYER, read_alternating_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
 
 
@@ -19,4 +21,7 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,  # every fourth layer attends to all tokens
     }
-    special_fields: ClassVar = {"sliding_window", "sliding_window_pattern", "rope_local_base_freq"}
+    config_readers: ClassVar = {
+        **ROPE_BY_TYPE_OF_LAYER,
+        "windows": partial(read_alternating_windows, needs_window=True),  # they say which RoPE a layer has
+    }

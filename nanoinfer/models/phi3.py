@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.config_fields import read_rotary_dim, read_windows
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
@@ -14,4 +15,4 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         "partial_rotary_factor": 1.0,
         "sliding_window": None,
     }
-    special_fields: ClassVar = {"sliding_window", "partial_rotary_factor"}
+    config_readers: ClassVar = {"windows": read_windows, "rotary_dim": read_rotary_dim}

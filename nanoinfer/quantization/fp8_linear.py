@@ -1,11 +1,22 @@
-"""Linear layers with weights in FP8: how they are made, loaded and multiplied. The numbers: `ops/fp8/spec.py`."""
+"""Linear layers with weights in FP8: how a config.json says it, how they are made, loaded and multiplied.
 
-from typing import Any, cast
+The numbers: `ops/fp8/spec.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.quantization_config import BLOCK_SIZE, Fp8Config
+from nanoinfer.checkpoint.fields import Fields
+from nanoinfer.checkpoint.quantization_config import (
+    QuantizationConfig,
+    module_names,
+    only,
+    refuse_the_rest,
+    unsupported,
+)
 from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
@@ -21,9 +32,85 @@ from nanoinfer.quantization.linear_method import (
     stored,
 )
 
+BLOCK_SIZE = 128  # rows and columns of a weight, and inputs of a token, that share a scale
 MAX_SPLITS = 8  # of K
 # What checkpoints call the scales of a weight, and the one of its inputs. Each pair has one meaning.
 SCALE_NAMES, INPUT_SCALE_NAMES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config(QuantizationConfig):
+    """Describes the weights of linear layers in FP8 (e4m3) and the activations that they are multiplied by.
+
+    weight_granularity: what shares a scale: an output channel; a block of 128 x 128; or a whole tensor of the
+    checkpoint.
+    static_inputs: whether activations have one scale that the checkpoint gives; else each token's is computed.
+    scale_name, input_scale_name: what the checkpoint calls the scales of a `weight`, and the one of its inputs.
+    """
+
+    weight_bits = 8
+    weight_granularity: Literal["channel", "block", "tensor"] = "channel"
+    static_inputs: bool = False
+    scale_name: str = "weight_scale"
+    input_scale_name: str = "input_scale"
+
+    @property
+    def block_size(self) -> int | None:
+        return BLOCK_SIZE if self.weight_granularity == "block" else None
+
+    @property
+    def shard_multiple(self) -> int:
+        return BLOCK_SIZE if self.weight_granularity == "block" or not self.static_inputs else 1
+
+
+def read_fp8(fields: Fields) -> Fp8Config:
+    """Read the dialect of Qwen3-FP8, DeepSeek and of per-tensor checkpoints, such as those of Ministral 3."""
+    # transformers always writes weight_block_size, and gives scales names of its own.
+    is_theirs = "weight_block_size" in fields.values
+    block = only(fields, "weight_block_size", (None, [BLOCK_SIZE, BLOCK_SIZE]))
+    scheme = only(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
+    only(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    only(fields, "scale_fmt", (None, "float"))
+    only(fields, "expert_dtype", (None, "fp8"))
+    ignored = module_names(fields, "modules_to_not_convert", "ignored_layers")
+    refuse_the_rest(fields)
+    if block and scheme == "static":
+        raise unsupported("activation_scheme", scheme, ("dynamic",), " with weight_block_size")
+    return Fp8Config(
+        weight_granularity="block" if block else "tensor",
+        static_inputs=scheme == "static",
+        scale_name="weight_scale_inv" if is_theirs else "weight_scale",
+        input_scale_name="activation_scale" if is_theirs else "input_scale",
+        ignored=ignored,
+    )
+
+
+def read_modelopt(fields: Fields) -> Fp8Config:
+    """Read the dialect of TensorRT Model Optimizer: a static scale for each weight and its inputs."""
+    only(fields, "quant_algo", ("FP8",))
+    ignored = module_names(fields, "ignore")
+    refuse_the_rest(fields, {"producer", "config_groups"})  # the second says the same in other words
+    return Fp8Config(weight_granularity="tensor", static_inputs=True, ignored=ignored)
+
+
+def read_compressed_fp8(weights: Fields, inputs: Fields) -> Fp8Config:
+    """Read the schemes of llm-compressor for weights and their inputs, both in FP8."""
+    for part in (weights, inputs):
+        only(part, "num_bits", (8,))
+        only(part, "type", ("float",))
+        only(part, "symmetric", (True,), True)
+        only(part, "actorder", (None, False))
+    static = not inputs.get("dynamic")
+    strategy = only(weights, "strategy", ("channel", "block", "tensor"))
+    only(weights, "dynamic", (False,), False)
+    if strategy == "block":
+        only(weights, "block_structure", ([BLOCK_SIZE, BLOCK_SIZE], f"{BLOCK_SIZE}x{BLOCK_SIZE}"))
+        only(inputs, "dynamic", (True,))
+        only(inputs, "strategy", ("group", "token"))
+        only(inputs, "group_size", (None, BLOCK_SIZE))
+    else:
+        only(inputs, "strategy", ("tensor",) if static else ("token",))
+    return Fp8Config(weight_granularity=strategy, static_inputs=static)
 
 
 class Fp8WeightOnlyMethod(LinearMethod):

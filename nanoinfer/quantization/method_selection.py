@@ -1,18 +1,47 @@
-"""Which layers of a decoder have fewer bits, and how these multiply."""
+"""Which weights of a model have fewer bits, and how their layers multiply: the formats that there are.
 
+A config.json's `quantization_config`, or the option quantization, says so. In 8 bits three dialects are read: "fp8"
+(Qwen3-FP8, Ministral 3, static scales), "compressed-tensors" (llm-compressor) and "modelopt"; in 4 bits the second,
+AWQ, GPTQ and MXFP4. What would change the answer and is not built in is refused by field and value.
+"""
+
+import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from nanoinfer.checkpoint.int4_config import Int4Config, Mxfp4Config
-from nanoinfer.checkpoint.quantization_config import Fp8Config
-from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
+from nanoinfer.checkpoint.fields import Fields
+from nanoinfer.checkpoint.quantization_config import (
+    REMEDY,
+    QuantizationConfig,
+    module_names,
+    only,
+    refuse_the_rest,
+    unsupported,
+)
+from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.device_properties import has_fp8_products
-from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
+from nanoinfer.quantization.fp8_linear import (
+    Fp8Config,
+    Fp8LinearMethod,
+    Fp8WeightOnlyMethod,
+    read_compressed_fp8,
+    read_fp8,
+    read_modelopt,
+)
+from nanoinfer.quantization.int4.formats import (
+    Int4Config,
+    read_auto_round,
+    read_awq,
+    read_gptq,
+    read_pack_quantized,
+)
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
-from nanoinfer.quantization.int4.mxfp4 import Mxfp4Method
+from nanoinfer.quantization.int4.mxfp4 import Mxfp4Config, Mxfp4Method, read_mxfp4_config
 from nanoinfer.quantization.linear_method import LinearMethod
 
 logger = logging.getLogger("nanoinfer")
@@ -29,6 +58,84 @@ METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] =
     Int4Config: Int4LinearMethod,
     Mxfp4Config: lambda _, layer: Mxfp4Method(layer),
 }
+
+
+def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
+    """Read the dialect of llm-compressor: one scheme for all linear layers, in FP8 or in packed integers of 4 bits."""
+    # The first two are one in FP8.
+    layout = only(fields, "format", ("float-quantized", "naive-quantized", "pack-quantized"))
+    transforms = json.dumps(fields.get("transform_config"))
+    for location in re.findall(r'"location": "(\w+)"', transforms):
+        if location not in (within := ("weight_input", "weight_output")):  # what is in the weights already
+            raise unsupported("transform_config.location", location, within)
+    ignored, groups = module_names(fields, "ignore"), fields.get("config_groups")
+    refuse_the_rest(fields)
+    schemes = [*groups.values()] if isinstance(groups, Mapping) else []
+    if len(schemes) != 1 or not isinstance(schemes[0], Mapping):
+        raise ModelError(
+            f"config.json has quantization_config with config_groups={groups!r:.200}; one group for all linear layers "
+            "is supported; use a checkpoint with one"
+        )
+    group = fields.part("config_groups").part(*groups)
+    only(group, "targets", (["Linear"],))
+    only(group, "format", (None, layout))
+    only(group, "output_activations", (None,))
+    if layout == "pack-quantized":
+        only(group, "input_activations", (None,))
+        return replace(read_pack_quantized(_scheme(group, "weights", 4)), ignored=ignored)
+    config = read_compressed_fp8(_scheme(group, "weights", 8), _scheme(group, "input_activations", 8))
+    return replace(config, ignored=ignored)
+
+
+def _scheme(group: Fields, name: str, bits: int) -> Fields:
+    """Return what a group says of its weights or inputs."""
+    if not isinstance(group.values.get(name), Mapping):
+        raise unsupported(name, group.get(name), (f"a scheme of {bits} bits",))
+    return group.part(name)
+
+
+# What reads a quantization_config, by its quant_method.
+READERS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
+    "fp8": read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,  # its name before 0.5
+    "mxfp4": read_mxfp4_config,
+    "modelopt": read_modelopt,
+}
+
+
+def read_quantization(
+    fields: Fields, requested: str | None, packed: Mapping[str, tuple[str, str]], renamed: Mapping[str, str]
+) -> QuantizationConfig | None:
+    """Read a config.json's quantization_config, or what the user asks for where it has none. Raises ModelError.
+
+    packed, renamed: names of the checkpoint's modules -> ours, as a model class has them.
+    """
+    fields = fields.part("quantization_config")
+    if not fields.values and requested is None:
+        return None
+    by_module: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, (module, shard) in packed.items():
+        shards = by_module.setdefault(module, {})
+        shards[shard] = (*shards.get(shard, ()), name)
+    if fields.values:
+        method = fields.get("quant_method")
+        if not isinstance(method, str) or method not in READERS:
+            raise ModelError(
+                f"config.json has quantization_config with quant_method={method!r}, which is not supported; supported "
+                f"are {', '.join(READERS)}; {REMEDY}"
+            )
+        config = replace(READERS[method](fields), in_checkpoint=True)
+    else:
+        config = Int4Config() if requested == "int4" else Fp8Config()
+    return replace(
+        config,
+        packed={module: tuple(shards.values()) for module, shards in by_module.items()},
+        renamed={ours: tuple(name for name in renamed if renamed[name] == ours) for ours in renamed.values()},
+    )
 
 
 def has_fewer_bits(config: QuantizationConfig, name: str, module: Any) -> bool:

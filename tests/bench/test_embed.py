@@ -10,8 +10,7 @@ from nanoinfer.__main__ import main
 from nanoinfer.bench import throughput
 from nanoinfer.bench.floor import embedding_flops
 from nanoinfer.bench.workloads import EMBEDDED_TEXTS, NUM_WORDS, Load, as_texts, draw_workload, write_embedder
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.models import SUPPORTED
+from nanoinfer.models.native_config import read_native_config
 
 TINY = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
 
@@ -46,10 +45,10 @@ def test_texts_have_the_lengths_of_their_load(tmp_path: Path) -> None:
 
 def test_the_floor_counts_products_and_the_pairs_that_attend() -> None:
     """A layer of BERT: q, k, v and o of 8 x 8, two products of 8 x 16; and 4 operations for each pair and value."""
-    bert = ModelConfig.from_dict({"architectures": ["BertModel"], **TINY}, SUPPORTED)
+    bert = read_native_config({"architectures": ["BertModel"], **TINY})
     products = 3 * 2 * (4 * 8 * 8 + 2 * 8 * 16) * 30
     assert embedding_flops(bert, [10, 20]) == products + 3 * 4 * 8 * (100 + 400)
     windowed = {"architectures": ["ModernBertModel"], **TINY, "local_attention": 4, "global_attn_every_n_layers": 3}
-    modern = ModelConfig.from_dict(windowed, SUPPORTED)
+    modern = read_native_config(windowed)
     gated = 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16) * 30
     assert embedding_flops(modern, [10, 20]) == gated + 4 * 8 * (500 + 2 * 5 * 30)

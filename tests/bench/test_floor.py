@@ -7,14 +7,13 @@ import pytest
 
 from nanoinfer.bench.floor import Rates, Weights, compute_floor, count_weights, decode_steps, measure_rates
 from nanoinfer.bench.workloads import LOADS, Workload, draw_workload, write_config
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_config import Fp8Config
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config, read_native_folder
+from nanoinfer.quantization.fp8_linear import Fp8Config
 
 FP8 = Fp8Config()
 UNIT_RATES = Rates(bandwidth=1, matrix_rate=1, bytes_per_value=2, method="given")
 # q, o: 4 x 4 each; k, v: 4 x 2 each; three MLP matrices of 4 x 8; lm_head 10 x 4
-TINY = ModelConfig.from_dict(
+TINY = read_native_config(
     {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 10,
@@ -24,8 +23,7 @@ TINY = ModelConfig.from_dict(
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 2,
-    },
-    REGISTRY,
+    }
 )
 LAYERS, LM_HEAD = 16 + 16 + 8 + 8 + 96, 40
 
@@ -77,7 +75,7 @@ MIXERS = 4 * (3 * 4 + 2 * 2) + 4 * (2 * 3 + 3 * 10 + 2 * 2)
 
 
 def test_linear_layers_read_and_write_their_states_and_keep_no_tokens() -> None:
-    config = ModelConfig.from_dict(HYBRID, REGISTRY)
+    config = read_native_config(HYBRID)
     layers = MIXERS + 2 * 96
     assert count_weights(config) == Weights(layers, LM_HEAD)
     floor = compute_floor(config, Workload(seed=0, prompts=[[1, 2]], max_tokens=[2]), UNIT_RATES)
@@ -89,7 +87,7 @@ def test_linear_layers_read_and_write_their_states_and_keep_no_tokens() -> None:
 def test_an_expert_for_all_tokens_is_read_by_each() -> None:
     sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     raw = {**HYBRID, "architectures": ["Qwen3_5MoeForCausalLM"], **sizes, "shared_expert_intermediate_size": 5}
-    weights = count_weights(ModelConfig.from_dict(raw, REGISTRY))
+    weights = count_weights(read_native_config(raw))
     assert weights == Weights(MIXERS + 2 * (6 * 4 + 3 * 4 * 5), LM_HEAD, 2 * 3 * 4 * 8, 6, 2)
 
 
@@ -154,7 +152,7 @@ def test_the_floor_of_the_standard_workload_on_an_h200(
     write_config(size, tmp_path)
     workload = draw_workload(0, LOADS["cuda"]["default"][0], vocab_size=151936)
     h200 = Rates(bandwidth=4.3e12, matrix_rate=790e12, bytes_per_value=2, method="given")
-    floor = compute_floor(ModelConfig.from_folder(tmp_path, REGISTRY), workload, h200)
+    floor = compute_floor(read_native_folder(tmp_path), workload, h200)
     assert floor.seconds == pytest.approx(seconds, rel=0.01)
     assert floor.decode_kv_seconds / floor.seconds == pytest.approx(kv_share, abs=0.015)
 
@@ -195,14 +193,14 @@ def test_what_a_checkpoint_leaves_in_16_bits_is_read_and_multiplied_so() -> None
 @pytest.mark.parametrize(("in_checkpoint", "num_wide"), [(False, 4 * 2 * 2), (True, 0)])
 def test_what_is_not_rounded_at_load_counts_as_16_bits(in_checkpoint: bool, num_wide: int) -> None:
     """b and a of linear attention, 2 values each for 4 inputs; a checkpoint may have them in 8 bits."""
-    config = replace(ModelConfig.from_dict(HYBRID, REGISTRY), quantization=Fp8Config(in_checkpoint=in_checkpoint))
+    config = replace(read_native_config(HYBRID), quantization=Fp8Config(in_checkpoint=in_checkpoint))
     assert count_weights(config).wide_dense == num_wide
 
 
 def test_in_gpt_oss_only_experts_have_4_bits(tmp_path: Path) -> None:
     """One token reads 24 layers of 4 experts of 3 x 2880 x 2880 values, attention and routers in 16 bits, the head."""
     write_config("gpt-oss-20b", tmp_path)
-    config = ModelConfig.from_folder(tmp_path, REGISTRY)
+    config = read_native_folder(tmp_path)
     attention, routers = 24 * 2880 * 2 * 64 * (64 + 8), 24 * 2880 * 32
     weights = count_weights(config)
     assert (weights.wide_dense, weights.wide_expert) == (weights.dense, 0) == (attention + routers, 0)

@@ -8,8 +8,7 @@ import pytest
 
 from nanoinfer.bench.floor import count_weights
 from nanoinfer.bench.workloads import LOADS, SIZES, Load, choose_loads, choose_model, draw_workload, write_config
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.models import SUPPORTED
+from nanoinfer.models.native_config import read_native_folder
 
 
 def test_seed_0_is_the_workload_of_nano_vllms_benchmark() -> None:
@@ -81,4 +80,4 @@ def test_every_size_has_the_parameters_of_its_name(size: str, billions: float, t
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_is_a_model_that_loads(size: str, tmp_path: Path) -> None:
     write_config(size, tmp_path)
-    assert [ModelConfig.from_folder(tmp_path, SUPPORTED).architecture] == SIZES[size]["architectures"]
+    assert [read_native_folder(tmp_path).architecture] == SIZES[size]["architectures"]

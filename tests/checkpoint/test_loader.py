@@ -17,8 +17,9 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.models import REGISTRY
-from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.models import get_model_class
+from nanoinfer.models.native_config import read_native_config
+from nanoinfer.models.qwen import Qwen3ForCausalLM
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 QKV_PROJ = "model.layers.0.self_attn.qkv_proj"
@@ -39,7 +40,7 @@ SIZES = {
 
 def tiny_config(**overrides: Any) -> ModelConfig:
     """One layer: vocabulary of 8, 6 dimensions, 4 query heads over 2 KV heads of 2 dimensions, an MLP of 10."""
-    return ModelConfig.from_dict({**SIZES, **overrides}, REGISTRY)
+    return read_native_config({**SIZES, **overrides})
 
 
 def checkpoint_tensors(bias: bool = False, head: bool = True, vocab_size: int = 8) -> dict[str, Tensor]:
@@ -380,8 +381,8 @@ def test_a_missing_tensor_is_named_as_its_like_in_other_layers_and_experts(
     del tensors[missing]
     save_file(tensors, tmp_path / "model.safetensors")
     backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=16)
-    config = ModelConfig.from_dict(MIXTRAL, REGISTRY)
-    model = REGISTRY["MixtralForCausalLM"](config, 4, backends, TensorParallel())
+    config = read_native_config(MIXTRAL)
+    model = get_model_class("MixtralForCausalLM")(config, 4, backends, TensorParallel())
     with pytest.raises(ModelError, match=re.escape(f"lacks weights for {missing}; download the checkpoint again")):
         load_model(model, tmp_path)
 

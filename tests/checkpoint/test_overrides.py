@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.overrides import override, read_overridden
-from nanoinfer.checkpoint.rope_config import RopeConfig
+from nanoinfer.checkpoint.fields import override, read_overridden
+from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.errors import ConfigError, ModelError, NanoinferError
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 OLD = {
@@ -32,7 +31,7 @@ NEW |= {"dtype": "bfloat16", "rope_parameters": {"rope_type": "linear", "factor"
 
 
 def read(raw: dict[str, Any], overrides: dict[str, Any] | None) -> ModelConfig:
-    return read_overridden(raw, overrides, lambda fields: ModelConfig.from_dict(fields, REGISTRY))
+    return read_overridden(raw, overrides, read_native_config)
 
 
 def refusal(overrides: dict[str, Any], raw: dict[str, Any] = OLD) -> str:
@@ -48,9 +47,9 @@ def refusal(overrides: dict[str, Any], raw: dict[str, Any] = OLD) -> str:
 
 def test_a_field_is_replaced_and_the_others_stay() -> None:
     config = read(OLD, {"max_position_embeddings": 512, "num_hidden_layers": 1})
-    assert config == ModelConfig.from_dict({**OLD, "max_position_embeddings": 512, "num_hidden_layers": 1}, REGISTRY)
+    assert config == read_native_config({**OLD, "max_position_embeddings": 512, "num_hidden_layers": 1})
     assert config.max_model_len == 1024, "linear scaling doubles it"
-    assert read(OLD, None) == read(OLD, {}) == ModelConfig.from_dict(OLD, REGISTRY)
+    assert read(OLD, None) == read(OLD, {}) == read_native_config(OLD)
 
 
 def test_an_architecture_of_another_name_is_read_as_the_one_that_is_given() -> None:

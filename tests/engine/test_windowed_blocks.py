@@ -13,7 +13,7 @@ from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 from tests.engine.helpers import add_prompts, make_sequence, run_to_the_end, step
 from tests.models.test_architectures import checkpoint, draw_prompts, reference_tokens
 
@@ -157,9 +157,7 @@ def test_copies_within_a_block_are_made_in_every_group() -> None:
 
 def config_of(architecture: str, **fields: Any) -> ModelConfig:
     sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_attention_heads": 4, "head_dim": 16}
-    return ModelConfig.from_dict(
-        {"architectures": [architecture], "num_key_value_heads": 2, **sizes, **fields}, REGISTRY
-    )
+    return read_native_config({"architectures": [architecture], "num_key_value_heads": 2, **sizes, **fields})
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
-from nanoinfer.checkpoint.moe_config import MoEConfig
-from nanoinfer.checkpoint.quantization_config import Fp8Config
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear
@@ -22,6 +21,7 @@ from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.ops.experts.spec import fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
+from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import (
     assert_experts_are_as_good_as_their_twin,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.layers.sigmoid_router import SigmoidRouter

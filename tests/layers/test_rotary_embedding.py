@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.kv_cache.spec import norm_rope_store, rotate
 
 SIZES: dict[str, Any] = {
@@ -66,7 +66,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def both_configs(rope_scaling: dict[str, Any] | None, head_dim: int, theta: float) -> tuple[Qwen3Config, ModelConfig]:
     options = {**SIZES, "head_dim": head_dim, "rope_theta": theta, "rope_scaling": rope_scaling}
-    return Qwen3Config(**options), ModelConfig.from_dict(options, REGISTRY)
+    return Qwen3Config(**options), read_native_config(options)
 
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(64, 10000.0), (128, 1000000.0)])
@@ -157,7 +157,7 @@ def test_sixteen_bits_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype
 
 @pytest.mark.parametrize("rope_type", ["ntk", "proportional"])
 def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
-    config = ModelConfig.from_dict({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}}, REGISTRY)
+    config = read_native_config({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}})
     with pytest.raises(ModelError) as error:
         rope_frequencies(config, 4096)
     assert str(error.value) == (
@@ -180,7 +180,7 @@ def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
 def test_a_missing_parameter_is_refused_by_name(rope_scaling: dict[str, Any], name: str) -> None:
     without = {key: value for key, value in rope_scaling.items() if key != name}
     with pytest.raises(ModelError) as error:
-        rope_frequencies(ModelConfig.from_dict({**SIZES, "rope_scaling": without}, REGISTRY), 4096)
+        rope_frequencies(read_native_config({**SIZES, "rope_scaling": without}), 4096)
     assert str(error.value) == f"rope_type='{rope_scaling['rope_type']}' needs the parameter '{name}' in config.json"
 
 

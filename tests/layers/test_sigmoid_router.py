@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.moe_config import MoEConfig
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.layers.moe import Routing
 from nanoinfer.layers.sigmoid_router import SigmoidRouter
 

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.errors import ModelError
 from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 
 # Those for text and images have the text model of the class for text alone.
 ARCHITECTURES = sorted(name for name in REGISTRY if name.endswith("ForCausalLM"))
@@ -278,7 +278,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture: str) 
     theirs = getattr(transformers, architecture).config_class(**sizes, pad_token_id=0)
     short = {"architectures": [architecture], **sizes}
     full = {**theirs.to_dict(), "architectures": [architecture]}
-    assert ModelConfig.from_dict(short, REGISTRY) == ModelConfig.from_dict(full, REGISTRY)
+    assert read_native_config(short) == read_native_config(full)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_a_config_that_cannot_be_is_refused_by_field_and_value(
 ) -> None:
     sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2}
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict({"architectures": [architecture], "num_attention_heads": 8, **sizes, **entry}, REGISTRY)
+        read_native_config({"architectures": [architecture], "num_attention_heads": 8, **sizes, **entry})
     assert message in str(error.value)
 
 
@@ -331,8 +331,7 @@ def test_longrope_is_known_by_its_first_name() -> None:
     raw = {"architectures": ["Phi3ForCausalLM"], "num_attention_heads": 8, **sizes}
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     first, later = (
-        ModelConfig.from_dict({**raw, "rope_scaling": {"type": name, **factors}}, REGISTRY)
-        for name in ("su", "longrope")
+        read_native_config({**raw, "rope_scaling": {"type": name, **factors}}) for name in ("su", "longrope")
     )
     assert first == later
     assert first.rope.rope_type == "longrope"

@@ -15,12 +15,11 @@ from transformers.models.cohere2.modeling_cohere2 import (
 )
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.kv_cache.spec import rotate
 from tests.models.test_architectures import checkpoint, draw_prompts
 
@@ -90,7 +89,7 @@ def test_norms_equal_those_of_transformers(dtype: torch.dtype) -> None:
 def test_positions_turn_neighbouring_dimensions_as_in_transformers() -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 8, "num_hidden_layers": 1}
     theirs = transformers.Cohere2Config(**sizes)
-    ours = ModelConfig.from_dict({**theirs.to_dict(), "architectures": ["Cohere2ForCausalLM"]}, REGISTRY)
+    ours = read_native_config({**theirs.to_dict(), "architectures": ["Cohere2ForCausalLM"]})
     positions, x = torch.tensor([0, 1, 2, 77, 500]), randn(5, 4, 64)
     table = RotaryEmbedding(ours, max_positions=512).cos_sin_cache
     batch = x.transpose(0, 1).unsqueeze(0)  # (1, num_heads, num_tokens, head_dim)
@@ -120,10 +119,10 @@ def test_log_probabilities_are_of_scaled_logits(checkpoint: Callable[..., Path],
 
 
 def test_a_config_of_command_r7b_is_read_as_transformers_does() -> None:
-    config = ModelConfig.from_dict(OF_7B, REGISTRY)
+    config = read_native_config(OF_7B)
     assert config.windows == (4096, 4096, 4096, None) * 8
     assert config.unrotated == (False, False, False, True) * 8, "also where no sequence outgrows the window"
     assert (config.rms_norm_eps, config.logits_scaling, config.rope.theta) == (1e-5, 4.0, 50000)
     assert config.tie_word_embeddings
     written = {**transformers.Cohere2Config(**OF_7B).to_dict(), "architectures": ["Cohere2ForCausalLM"]}
-    assert ModelConfig.from_dict(written, REGISTRY) == config
+    assert read_native_config(written) == config

@@ -10,8 +10,7 @@ import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.logits.spec import cap_logits
 from tests.models.test_architectures import checkpoint, draw_prompts
 
@@ -133,15 +132,15 @@ def test_a_cache_in_8_bits_changes_log_probabilities_by_rounding_alone(
 
 
 def test_a_config_of_gemma_2_9b_is_read_as_transformers_does() -> None:
-    config = ModelConfig.from_dict(OF_9B, REGISTRY)
+    config = read_native_config(OF_9B)
     assert config.windows == (4096, None) * 21
     assert (config.attention_soft_cap, config.logits_soft_cap, config.attention_scale) == (50.0, 30.0, 1 / 16)
     assert config.tie_word_embeddings
     written = {**transformers.Gemma2Config(**OF_9B).to_dict(), "architectures": ["Gemma2ForCausalLM"]}
-    assert ModelConfig.from_dict(written, REGISTRY) == config
+    assert read_native_config(written) == config
 
 
 def test_null_stands_for_no_cap() -> None:
     nothing = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
-    config = ModelConfig.from_dict({**OF_9B, **nothing}, REGISTRY)
+    config = read_native_config({**OF_9B, **nothing})
     assert (config.attention_soft_cap, config.logits_soft_cap) == (None, None)

@@ -1,27 +1,30 @@
 """Gemma 3: its own layers against those of transformers, to the last bit, and both spellings of its config.json."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import Gemma3TextConfig
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.rope_config import RopeConfig
+from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.models import REGISTRY
-from nanoinfer.models.gemma3 import Gemma3Embedding
+from nanoinfer.models.gemma import Gemma3Embedding
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
+from tests.models.test_architectures import checkpoint, draw_prompts
 
+__all__ = ["checkpoint"]  # a fixture
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # As gemma-3-1b-it has it, in the spelling of transformers 4.50.
@@ -57,7 +60,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def read(raw: dict[str, Any]) -> ModelConfig:
-    return ModelConfig.from_dict(raw, REGISTRY)
+    return read_native_config(raw)
 
 
 # --- layers ---
@@ -116,6 +119,20 @@ def test_random_weights_have_norms_that_multiply_by_1(tmp_path: Path) -> None:
         assert all(weight.dtype == torch.float32 and bool(weight.eq(1).all()) for weight in norm_weights)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         assert len(llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].token_ids) == 4
+
+
+def test_logits_are_capped_where_config_json_says_so_as_by_transformers(checkpoint: Callable[..., Path]) -> None:
+    folder, prompt = checkpoint("Gemma3ForCausalLM", 0, final_logit_softcapping=0.3), draw_prompts(0, (40,))[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with LLM(folder, device="cpu", dtype="float32", num_kvcache_blocks=100) as llm:
+        found = (llm.generate([prompt], params, use_tqdm=False)[0].prompt_logprobs or [])[1:]
+    assert [entry[token].logprob for token, entry in zip(prompt[1:], found, strict=True)] == pytest.approx(
+        expected, abs=5e-5
+    )
 
 
 # --- config.json ---
@@ -178,7 +195,7 @@ def test_which_layers_have_a_window(entry: dict[str, Any], windows: tuple[int | 
     ("entry", "message"),
     [
         ({"attn_logit_softcapping": 50.0}, "config.json has attn_logit_softcapping=50.0, which is not supported"),
-        ({"final_logit_softcapping": 30.0}, "config.json has final_logit_softcapping=30.0, which is not supported"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping=0; it must be a positive number"),
         ({"use_bidirectional_attention": True}, "has use_bidirectional_attention=True, which is not supported"),
         ({"hidden_activation": "gelu"}, "config.json has hidden_activation='gelu', which is not supported"),
         ({"sliding_window": None}, "sliding_window=None; it must be a whole number of at least 1"),
@@ -190,7 +207,7 @@ def test_which_layers_have_a_window(entry: dict[str, Any], windows: tuple[int | 
             "it must have a set for each of ('full_attention'",
         ),
         ({"rope_theta": {"global": 1e6}}, "local=None; it must be a positive number"),
-        ({"rope_parameters": {"sliding_attention": 5}}, "config.json has rope_parameters=5; one set of numbers"),
+        ({"rope_parameters": {"sliding_attention": 5}}, "config.json has sliding_attention=5; one set of numbers"),
         ({"rope_parameters": {"sliding_attention": {"factor": 8.0}}}, "and no rope_type; say of which type"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}},

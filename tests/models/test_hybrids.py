@@ -10,10 +10,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.delta_rule import spec
 from tests.models.test_architectures import (
     GREEDY,
@@ -196,7 +195,7 @@ def test_the_text_part_of_a_model_that_sees_images_answers_as_the_text_model(
         ({"linear_num_value_heads": 5}, "linear_num_value_heads=5 is no multiple of linear_num_key_heads=16"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0; it must be a whole number of at least 1"),
         ({"text_config": 3}, "text_config=3; it must be a JSON object"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported"),
+        ({"hidden_act": "gelu", "full_attention_interval": 2}, "hidden_act='gelu', which is not supported"),
     ],
     ids=str,
 )
@@ -204,12 +203,12 @@ def test_a_config_that_cannot_be_is_refused_by_field_and_value(entry: dict[str, 
     sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2}
     raw = {"architectures": ["Qwen3_5ForCausalLM"], "num_attention_heads": 8, **sizes, **entry}
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict(raw, REGISTRY)
+        read_native_config(raw)
     assert message in str(error.value)
 
 
 def test_ranks_that_cannot_share_the_key_heads_are_refused() -> None:
     options = draw_options("Qwen3_5ForCausalLM", 0) | EVEN | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
-    config = ModelConfig.from_dict({"architectures": ["Qwen3_5ForCausalLM"], **options}, REGISTRY)
+    config = read_native_config({"architectures": ["Qwen3_5ForCausalLM"], **options})
     with pytest.raises(ConfigError, match="linear_num_key_heads=3 of this model; use one of 1"):
         config.check_tensor_parallel_size(2)

@@ -10,8 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, ModelError
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.models import REGISTRY
+from nanoinfer.models.native_config import read_native_config
 from tests.models.test_architectures import GREEDY, draw_prompts, generate
 from tests.quantization.test_checkpoints import OF_TRANSFORMERS, write_pair
 
@@ -128,7 +127,7 @@ def rename(path: Path, prefixes: dict[str, str]) -> None:
 def test_a_config_of_the_old_spelling_has_the_text_models_fields_beside_the_vision_models() -> None:
     fields = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": 1e6}
     raw = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": QWEN_VISION, **fields}
-    config = ModelConfig.from_dict(raw, REGISTRY)
+    config = read_native_config(raw)
     assert (config.rope.rope_type, config.rope.theta) == ("default", 1e6)
 
 
@@ -139,7 +138,7 @@ def test_another_text_model_than_the_class_is_known_to_have_is_refused() -> None
         "vision_config": {},
     }
     with pytest.raises(ModelError, match=r"model_type='llama', which Mistral3For.*; supported: mistral, ministral3"):
-        ModelConfig.from_dict(raw, REGISTRY)
+        read_native_config(raw)
 
 
 def test_a_prompt_with_an_image_is_refused_with_a_sentence(tmp_path: Path) -> None:

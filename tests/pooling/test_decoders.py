@@ -14,9 +14,10 @@ import transformers
 from safetensors.torch import save_file
 
 from nanoinfer import LLM, ConfigError, ModelError, PoolingParams, RequestError, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.pooling_config import ACTIVATIONS, HeadConfig, read_pooling
-from nanoinfer.models import REGISTRY, SUPPORTED
+from nanoinfer.checkpoint.pooling_config import ACTIVATIONS, HeadConfig
+from nanoinfer.checkpoint.sentence_transformers import read_pooling
+from nanoinfer.models import REGISTRY, get_model_class
+from nanoinfer.models.native_config import read_native_folder
 from nanoinfer.pooling_calls.calls import activate
 from nanoinfer.runner.pooler import DenseLayer
 from tests.models.test_architectures import (
@@ -274,18 +275,18 @@ def test_the_padding_of_a_classifier_is_transformers_own_where_the_config_has_no
         (tmp_path / "config.json").write_text(
             json.dumps({name: value for name, value in config.items() if name != "pad_token_id"} | given)
         )
-        found = ModelConfig.from_folder(tmp_path, SUPPORTED)
+        found = read_native_folder(tmp_path)
         assert found.pooling is not None
         assert found.pooling.pad_token_id == expected
         assert transformers.AutoConfig.from_pretrained(tmp_path).pad_token_id == expected
 
 
 def test_every_architecture_has_the_padding_of_transformers_where_a_config_has_none() -> None:
-    for name, model_class in REGISTRY.items():
+    for name in REGISTRY:
         family = name.removesuffix("ForCausalLM")
         kinds = [getattr(transformers, f"{family}{ending}", None) for ending in ("TextConfig", "Config")]
         if family != name and (kind := next(filter(None, kinds), None)):
-            assert model_class.config_defaults.get("pad_token_id") == kind().pad_token_id, name
+            assert get_model_class(name).config_defaults.get("pad_token_id") == kind().pad_token_id, name
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, ConfigError, ModelError, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_config import read_quantization
-from nanoinfer.checkpoint.quantization_fields import QuantizationConfig
-from nanoinfer.models import REGISTRY
+from nanoinfer.checkpoint.fields import Fields
+from nanoinfer.checkpoint.quantization_config import QuantizationConfig
+from nanoinfer.models import get_model_class
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.common.fp8_format import FP8
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, quantize_weight
 from nanoinfer.quantization import method_selection
+from nanoinfer.quantization.method_selection import read_quantization
 
 Tensors = dict[str, Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -379,8 +380,9 @@ def test_scales_of_another_shape_are_refused(plain_folder: Callable[[bool], Path
 
 
 def read(raw: Any, requested: str | None = None, architecture: str = "Qwen3ForCausalLM") -> QuantizationConfig | None:
-    model_class = REGISTRY[architecture]
-    return read_quantization(raw, requested, model_class.packed_modules_mapping, model_class.renamed_modules)
+    model_class = get_model_class(architecture)
+    fields = Fields({"quantization_config": raw})
+    return read_quantization(fields, requested, model_class.packed_modules_mapping, model_class.renamed_modules)
 
 
 def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -438,11 +440,9 @@ def test_what_is_not_supported_is_refused_by_field_and_value(
     config: dict[str, Any], path: str, value: Any, message: str
 ) -> None:
     read(config)
+    quantization = changed(config, path, value)
     with pytest.raises(ModelError) as error:
-        ModelConfig.from_dict(
-            {"architectures": ["Qwen3ForCausalLM"], **SIZES, "quantization_config": changed(config, path, value)},
-            REGISTRY,
-        )
+        read_native_config({"architectures": ["Qwen3ForCausalLM"], **SIZES, "quantization_config": quantization})
     assert message in str(error.value)
     assert "use " in str(error.value) or "must be" in str(error.value)
 

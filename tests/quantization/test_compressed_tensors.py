@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.checkpoint.int4_config import Int4Config
-from nanoinfer.checkpoint.quantization_config import read_quantization
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack
-from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, ZEROS, readers
+from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, ZEROS, Int4Config, readers
+from nanoinfer.quantization.method_selection import read_quantization
 
 pytest.importorskip("compressed_tensors")
 
@@ -55,7 +55,8 @@ def test_packed_weights_mean_what_the_package_says(strategy: str, group_size: in
 def test_its_config_is_read() -> None:
     args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=64, symmetric=False)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    raw = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
-    config = read_quantization({**raw, "config_groups": {"group_0": scheme.model_dump(mode="json")}}, None, {}, {})
+    raw: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    raw = {**raw, "config_groups": {"group_0": scheme.model_dump(mode="json")}}
+    config = read_quantization(Fields({"quantization_config": raw}), None, {}, {})
     assert isinstance(config, Int4Config)
     assert (config.group_size, config.has_zeros, config.orders_inputs) == (64, True, False)

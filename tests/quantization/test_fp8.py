@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.moe_config import MoEConfig
-from nanoinfer.checkpoint.quantization_config import Fp8Config
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.layernorm import RMSNorm
@@ -28,7 +27,7 @@ from nanoinfer.ops.fp8.spec import (
     quantize_weight,
 )
 from nanoinfer.quantization import method_selection
-from nanoinfer.quantization.fp8_linear import Fp8LinearMethod, Fp8WeightOnlyMethod
+from nanoinfer.quantization.fp8_linear import Fp8Config, Fp8LinearMethod, Fp8WeightOnlyMethod
 from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp
 

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, ModelError, SamplingParams
-from nanoinfer.checkpoint.int4_config import Int4Config
-from nanoinfer.checkpoint.quantization_config import read_quantization
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import MergedColumnParallelLinear
 from nanoinfer.ops.int4 import spec as int4
 from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack, quantize, unpack
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, read_mxfp4, readers
+from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, read_mxfp4, readers
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
+from nanoinfer.quantization.method_selection import read_quantization
 from tests.quantization.test_checkpoints import plain_folder, write_plain
 
 __all__ = ["plain_folder"]  # a fixture
@@ -135,7 +135,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def read(config: dict[str, Any]) -> Int4Config:
-    found = read_quantization(config, None, {}, {})
+    found = read_quantization(Fields({"quantization_config": config}), None, {}, {})
     assert isinstance(found, Int4Config)
     return found
 
@@ -463,7 +463,7 @@ def test_an_order_of_inputs_is_not_cut_between_ranks(plain_folder: Callable[[boo
 )
 def test_what_is_not_supported_is_refused_by_field_and_value(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        read_quantization(config, None, {}, {})
+        read_quantization(Fields({"quantization_config": config}), None, {}, {})
     assert "quantization='fp8' or 'int4'" in str(caught.value)
 
 

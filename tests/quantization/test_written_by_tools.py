@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, ConfigError, ModelError
-from nanoinfer.checkpoint.int4_config import Int4Config
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.quantization_config import read_quantization
-from nanoinfer.models import REGISTRY
+from nanoinfer.checkpoint.fields import Fields
+from nanoinfer.models import get_model_class
+from nanoinfer.models.native_config import read_native_config
+from nanoinfer.quantization.int4.formats import Int4Config
+from nanoinfer.quantization.method_selection import read_quantization
 from tests.quantization.test_checkpoints import BLOCKS, EXPERTS, SIZES, plain_folder, write_plain
 from tests.quantization.test_checkpoints import write_pair as write_fp8
 from tests.quantization.test_int4 import (
@@ -142,8 +143,9 @@ V1, V2 = GPTQMODEL | {"method": "gptq", "quant_method": "gptq", "sym": True}, {"
 
 
 def read(config: dict[str, Any], architecture: str = "Qwen3ForCausalLM") -> Int4Config:
-    model_class = REGISTRY[architecture]
-    found = read_quantization(config, None, model_class.packed_modules_mapping, model_class.renamed_modules)
+    model_class = get_model_class(architecture)
+    fields = Fields({"quantization_config": config})
+    found = read_quantization(fields, None, model_class.packed_modules_mapping, model_class.renamed_modules)
     assert isinstance(found, Int4Config)
     return found
 
@@ -510,7 +512,7 @@ def cut(architecture: str, quantization: dict[str, Any], size: int, **sizes: Any
     """The error with which so many ranks, or one, are refused."""
     raw = {"architectures": [architecture], **SIZES, **sizes, "quantization_config": quantization}
     try:
-        ModelConfig.from_dict(raw, REGISTRY).check_tensor_parallel_size(size)
+        read_native_config(raw).check_tensor_parallel_size(size)
     except (ModelError, ConfigError) as error:
         return str(error)
     return None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig
+from nanoinfer.checkpoint.base_config import LinearAttentionConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata

@@ -7,7 +7,7 @@ head its query, its key, and then what its value heads have. Here all of them li
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.hybrid_config import LinearAttentionConfig
+from nanoinfer.checkpoint.base_config import LinearAttentionConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import ColumnParallelLinear

@@ -5,7 +5,7 @@ are written to blocks of the cache that are a sequence's for one step, where the
 use the same ones.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.encoder_config import EncoderConfig
-from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.checkpoint.rope_config import RopeConfig
+from nanoinfer.checkpoint.model_config import EncoderConfig, ModelConfig, RopeConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
@@ -24,11 +22,18 @@ from nanoinfer.layers.embed_head import NoHead, VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.layers.score_head import ScoreHead
+from nanoinfer.models.config_fields import Reader, read_head_dim
 from nanoinfer.models.decoder_spec import LayerTraits
-from nanoinfer.models.encoders.layers import ACTIVATIONS, LayerNorm, Table
+from nanoinfer.models.encoders.layers import ACTIVATIONS, HEAD_ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.native_model import NativeModel
 from nanoinfer.ops.activations.spec import gelu_and_mul
+
+# Encoders have bases of RoPE of their own, or none.
+COMMON_READERS: Mapping[str, Reader] = {
+    "rope": lambda fields: RopeConfig("default", 10000.0, {}),
+    "rotary_dim": read_head_dim,
+}
 
 
 def encoder_config(config: ModelConfig) -> EncoderConfig:
@@ -211,7 +216,7 @@ class EncoderScore(nn.Module):
         super().__init__()
         encoder, size = encoder_config(config), config.hidden_size
         is_modern = encoder.first_position is None
-        self.activation = ACTIVATIONS[encoder.head_activation]
+        self.activation = HEAD_ACTIVATIONS[encoder.head_activation]
         has_dense = kind == "sequence" or is_modern
         self.dense = ScoreHead(size, size, encoder.head_bias) if has_dense else None
         self.norm = LayerNorm(size, config.rms_norm_eps, encoder.norm_bias) if is_modern else None
@@ -230,16 +235,10 @@ class EncoderScore(nn.Module):
 class EncoderModel(NativeModel):
     """An encoder, and the head of a classifier.
 
-    An architecture is a subclass that says how a checkpoint calls the weights.
+    An architecture is a subclass that reads its config.json, and says how a checkpoint calls the weights.
     """
 
-    config_defaults: ClassVar[Mapping[str, Any]] = {}
-    special_fields: ClassVar[Set[str]] = frozenset()
-    rotates_windows_alone: ClassVar[bool] = False
-    needs_window: ClassVar[bool] = False
-    unsupported_unless: ClassVar[Mapping[str, Any]] = {}
-    renamed_modules: ClassVar[Mapping[str, str]] = {}
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    unsupported_unless: ClassVar[Mapping[str, Any]] = {"position_embedding_type": "absolute", "is_decoder": False}
     # How names begin in checkpoints of whole models; checkpoints of the encoder alone lack these prefixes.
     prefixes: ClassVar[tuple[str, ...]] = ()
     # Parts of a checkpoint's names -> what replaces them here, one replacement after the other.

@@ -15,8 +15,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "silu": F.silu,
-    "tanh": torch.tanh,
 }
+HEAD_ACTIVATIONS = {**ACTIVATIONS, "tanh": torch.tanh}
 
 
 class LayerNorm(nn.Module):

@@ -11,11 +11,12 @@ import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from nanoinfer.checkpoint.architecture_names import ENDINGS, explain_architecture
 from nanoinfer.checkpoint.base_config import BaseModelConfig
+from nanoinfer.checkpoint.fields import ROPE_FIELDS, ROPE_PARAMETERS, SPELLINGS, Fields, in_rope, override, replaced
 from nanoinfer.checkpoint.hub import read_json
-from nanoinfer.checkpoint.other_models import explain_architecture
-from nanoinfer.checkpoint.overrides import ROPE_FIELDS, ROPE_PARAMETERS, SPELLINGS, in_rope, override, replaced
-from nanoinfer.checkpoint.pooling_config import ENDINGS, choose_head, read_head, read_pooling
+from nanoinfer.checkpoint.pooling_config import read_head
+from nanoinfer.checkpoint.sentence_transformers import choose_head, read_pooling
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError, find_similar
 from nanoinfer.models import SUPPORTED
@@ -89,7 +90,7 @@ def read_transformers_config(
     _check_calls(calls := probed.calls)
     head_dim = max(max(call.head_dim, call.value_dim) for call in calls)
     is_encoder, hidden_size = not calls[0].sight.causal, probed.hidden.shape[-1]
-    head = choose_head(read_head(fields, _head_kind(model_class.__name__, is_encoder)), runner, folder)
+    head = choose_head(read_head(Fields(fields), _head_kind(model_class.__name__, is_encoder)), runner, folder)
     return TransformersConfig(
         architecture=model_class.__name__,
         fields=fields,

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.checkpoint.int4_config import Int4Config
 from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
@@ -32,7 +31,7 @@ from nanoinfer.ops.int4.spec import (
     quantize,
     widen,
 )
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, readers
+from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, readers
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
 
 STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely

@@ -1,12 +1,14 @@
 """Experts in MXFP4, as gpt-oss has them: values of e2m1, and a power of two for each 32 inputs of an output."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.checkpoint.int4_config import MXFP4_GROUP
+from nanoinfer.checkpoint.fields import Fields
+from nanoinfer.checkpoint.quantization_config import QuantizationConfig, refuse_the_rest
 from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.fp8_format import Activations
@@ -15,8 +17,29 @@ from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pac
 from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
 
+MXFP4_GROUP = 32  # inputs that share a scale
 MAX_EXPONENT = 128  # of a scale, with 127 added; larger ones do not fit into the kernel's bfloat16
 STD_OF_VALUES = 2.93  # of the sixteen values of e2m1, all as likely
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Config(QuantizationConfig):
+    """Describes experts in MXFP4, as gpt-oss has them; all else has 16 bits."""
+
+    weight_bits = 4.25
+
+    def covers(self, module: str) -> bool:
+        return ".experts." in module
+
+    @property
+    def shard_multiple(self) -> int:
+        return MXFP4_GROUP
+
+
+def read_mxfp4_config(fields: Fields) -> Mxfp4Config:
+    """Read the quantization_config of gpt-oss."""
+    refuse_the_rest(fields, {"modules_to_not_convert"})
+    return Mxfp4Config()
 
 
 class Mxfp4Method(LinearMethod):

@@ -1,12 +1,15 @@
-"""Says what a model is that nanoinfer cannot run, and what to do instead."""
+"""What a config.json calls the class of its model: which architecture and head it means, and else what to do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
-from nanoinfer.errors import NO_ADAPTERS
+from nanoinfer.errors import NO_ADAPTERS, ModelError
 
+# How the names of architectures end that generate nothing, and what their head computes.
+ENDINGS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "tokens", "Model": "none"}
 ENCODER_DECODER = (
     "an encoder-decoder, which reads its prompt with one half and writes with the other; run it with transformers, or "
     "take a model whose architecture ends in ForCausalLM"
@@ -39,6 +42,29 @@ ENCODER_DECODERS = (
 SENSES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")  # fields of models that see or hear
 
 
+def read_architecture(fields: Fields, supported: Collection[str]) -> tuple[str, str | None]:
+    """Return the architecture that is run, and what its head computes; None for a language-model head.
+
+    Qwen3ForSequenceClassification, say, is Qwen3ForCausalLM with the head "sequence". What is not known is returned as
+    `architectures` calls it.
+    """
+    names = fields.get("architectures")
+    if not isinstance(names, (list, type(None))):
+        raise fields.error("architectures", "it must be a list of names")
+    architecture = str((names or ["(none)"])[0])
+    if architecture in supported and not architecture.endswith(tuple(ENDINGS)):
+        return architecture, None
+    for ending, kind in ENDINGS.items():
+        if not architecture.endswith(ending):
+            continue
+        stem = architecture.removesuffix(ending).removesuffix("Text")
+        whole = "ForConditionalGeneration" if "text_config" in fields.values else "ForCausalLM"
+        for base in (f"{stem}{whole}", f"{stem}Model"):
+            if base in supported:
+                return base, kind
+    return architecture, None
+
+
 def explain_architecture(raw: Mapping[str, Any], architecture: str, supported: Iterable[str]) -> str:
     """Say of which kind an architecture is that is not supported, and what to do.
 
@@ -58,11 +84,13 @@ def explain_architecture(raw: Mapping[str, Any], architecture: str, supported: I
     return f"architecture {architecture!r} is not supported: it is {kind}"
 
 
-def explain_folder(folder: Path) -> str:
-    """Say why a folder without config.json is no model, and what to do."""
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Return the fields of a model's config.json. Raises ModelError for a folder without one, as what it is."""
+    if (folder / "config.json").exists():
+        return read_json(folder / "config.json")
     if (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        return f"holds a LoRA adapter of {base!r}, not a model, and {NO_ADAPTERS}"
+        raise ModelError(f"{folder} holds a LoRA adapter of {base!r}, not a model, and {NO_ADAPTERS}")
     if any(folder.glob("*.gguf")):
-        return f"has only GGUF files; {GGUF_REMEDY}"
-    return "has no config.json; give the folder of a Hugging Face checkpoint"
+        raise ModelError(f"{folder} has only GGUF files; {GGUF_REMEDY}")
+    raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
