@@ -4,8 +4,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.layers.sigmoid_router import SigmoidRouter
+from nanoinfer.layers.moe import SigmoidRouter, SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 

@@ -3,8 +3,8 @@
 from functools import partial
 from typing import ClassVar
 
-from nanoinfer.layers.clamped_experts import BiasedRouter, ClampedExperts
-from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.layers.experts import ClampedExperts
+from nanoinfer.layers.moe import BiasedRouter, SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 

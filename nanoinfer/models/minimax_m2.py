@@ -4,8 +4,7 @@ from typing import ClassVar
 
 from nanoinfer.checkpoint.moe_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.layers.sigmoid_router import SigmoidRouter
+from nanoinfer.layers.moe import SigmoidRouter, SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.mixtral import MixtralForCausalLM
