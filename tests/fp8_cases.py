@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
+from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight
 
 
@@ -29,10 +30,8 @@ def assert_few_differ(actual: Tensor, expected: Tensor, rtol: float, atol: float
 def unrounded_expert_mlp(
     x: Tensor,
     x_scales: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     down_format: RowFormat,
     expert_ids: Tensor,
     weights: Tensor,
@@ -41,10 +40,11 @@ def unrounded_expert_mlp(
     """Return what `fp8_expert_mlp` would in float64, with nothing rounded on the way; the formats do not matter."""
     wide = dequantize_rows(QuantizedRows(x, x_scales)).double()
     terms = wide.new_zeros(expert_ids.shape[1], *wide.shape)
-    for expert in range(len(gate_up)):
+    for expert in range(len(gate_up.values)):
         token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = (wide[token] @ dequantize_weight(gate_up[expert], gate_up_scales[expert]).double().t()).chunk(2, 1)
-        result = (F.silu(gate) * up) @ dequantize_weight(down[expert], down_scales[expert]).double().t()
+        first, second = (dequantize_weight(*(part[expert] for part in both[:2])).double() for both in (gate_up, down))
+        gate, up = (wide[token] @ first.t()).chunk(2, 1)
+        result = (F.silu(gate) * up) @ second.t()
         terms[choice, token] = result * weights[token, choice].unsqueeze(1)
     return terms
 

@@ -24,8 +24,8 @@ from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import select_backend
 from nanoinfer.layers.attention.kv_quantization import num_cache_bytes
 from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, PrefillMetadata, SharedPrefixes
+from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoinfer.layers.moe import Experts, Routing
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import RowFormat

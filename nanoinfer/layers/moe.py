@@ -6,34 +6,22 @@ the tokens are spread over the experts.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.base_config import MoEConfig
-from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
-from nanoinfer.layers.shared_expert import SharedExpert, SharedExpertGate
+from nanoinfer.layers.experts import Experts, Routing
+from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear, sum_buffers, wide_rows
+from nanoinfer.ops.activations.spec import gated_sum, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.ops.experts.spec import expert_mlp
-from nanoinfer.ops.routing.spec import route
-from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, WEIGHT, LinearMethod, ParamSpec
+from nanoinfer.ops.routing.spec import route, route_by_sigmoid, route_in_groups
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS
 
-# Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
-# vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
-MAX_PAIRS = 2**17
 # Of the router's sums, at most, and inputs of each, at least; for 128 experts of 2048 inputs 16 take 2.5 us, one 4.8.
 MAX_SPLITS, MIN_SPLIT_SIZE = 16, 128
-
-
-class Routing(NamedTuple):
-    """Says which experts compute each token. Both are (num_tokens, num_experts_per_tok)."""
-
-    expert_ids: Tensor  # int32; a token without experts has the id num_experts
-    weights: Tensor  # float32: what each expert's result is multiplied by
 
 
 class Router(nn.Module):
@@ -76,100 +64,68 @@ class Router(nn.Module):
         return next((count for count in range(most, 1, -1) if size % (8 * count) == 0), 1)
 
 
-class PackedExperts(nn.Module):
-    """Holds this rank's share of one or two projections of all experts, packed in one weight.
+class BiasedRouter(Router):
+    """Scores the experts with a bias for each (gpt-oss)."""
 
-    parts: the names of the projections. A shard is named by expert and part, such as "7.gate".
-    full_shape: the shape of one projection of one expert. split_dim: the dimension of it that the ranks split.
+    def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
+        super().__init__(hidden_size, moe)
+        self.bias = torch.nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
+
+
+class SigmoidRouter(Router):
+    """Scores each expert by itself, and corrects the choice by a bias (DeepSeek-V3, GLM-4.5, MiniMax-M2).
+
+    Its logits are float32, as these models are trained.
     """
 
-    weight: nn.Parameter
-    rounds_at_load = True
+    def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
+        super().__init__(hidden_size, moe)
+        self.moe = moe
+        bias = torch.empty(moe.num_experts, dtype=torch.float32)
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
-    def __init__(
-        self, num_experts: int, parts: tuple[str, ...], full_shape: tuple[int, int], split_dim: int, tp: TensorParallel
-    ) -> None:
+    def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
+        terms, bias, moe = self.terms(hidden), self.e_score_correction_bias, self.moe
+        choices = moe.num_experts_per_tok, moe.norm_topk_prob, moe.scaling_factor
+        if moe.num_groups > 1:
+            return Routing(*route_in_groups(terms, bias, *choices, moe.num_groups, moe.num_chosen_groups, row_mask))
+        return Routing(*route_by_sigmoid(terms, bias, *choices, row_mask))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            # Products of 16 bits are exact in float32, in which the tensor cores add them up.
+            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        return F.linear(hidden.float(), self.weight.float())
+
+
+class SharedExpert(nn.Module):
+    """Computes all tokens, beside the experts that a router chooses (Qwen3-Next, GLM-4.5): a SwiGLU MLP.
+
+    Its output is left in terms, for the next norm to add up with those of the chosen experts.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.tp = tp
-        self.parts = parts
-        self.full_shape = full_shape
-        self.is_row_parallel = split_dim == 1
-        shape = list(full_shape)
-        shape[split_dim] = tp.shard_size(full_shape[split_dim], "inner size of an expert")
-        self.quant_method = LinearMethod()
-        self.quant_method.create_weights(self, num_experts, len(parts) * shape[0], shape[1])
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=False, tp=tp)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=False, tp=tp)
 
-    @property
-    def input_format(self) -> RowFormat | None:
-        return self.quant_method.input_format
-
-    @property
-    def shards(self) -> tuple[str, ...]:
-        return tuple(f"{expert}.{part}" for expert in range(len(self.weight)) for part in self.parts)
-
-    def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
-        """Cut a tensor of all experts, (num_experts, parts x outputs, inputs), into shards; or one of their scales."""
-        spec = WEIGHT if param is None or param is self.weight else ParamSpec.of(param)
-        num_experts, num_parts, sizes = len(self.weight), len(self.parts), spec.shape(*self.full_shape)
-        if not sizes:  # an expert's scale for all inputs
-            check_shape(full, (num_experts,))
-            full = full.view(-1, 1).expand(num_experts, num_parts)
-            sizes = (1,)
-        elif full.shape[1:] == (num_parts, 1):  # a scale for each projection
-            sizes = (1, 1)
-        check_shape(full, (num_experts, num_parts * sizes[0], *sizes[1:]))
-        shards = [part for expert in full for part in expert.split(sizes[0])]
-        return dict(zip(self.shards, shards, strict=True))
-
-    def num_outputs(self, _shard: str) -> int:
-        return self.full_shape[0]
-
-    def check_weight(self, param: Tensor, full: Tensor, _shard: str) -> None:
-        self.quant_method.check(self, param, full, ParamSpec.of(param).shape(*self.full_shape))
-
-    def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
-        self.check_weight(param, full, shard)
-        expert, _, part = shard.partition(".")
-        for place, tensor in self.quant_method.prepare(self, param, full, shard):
-            spec = ParamSpec.of(place)
-            assert spec.output_dim is not None, "what has no outputs is not packed"
-            dim, values_per_entry = spec.split(self.is_row_parallel)
-            share = tensor if dim is None else self.tp.shard(tensor, dim, values_per_entry)
-            size = share.shape[spec.output_dim]
-            share = self.quant_method.pack_share(place, share)
-            place[int(expert)].narrow(spec.output_dim, self.parts.index(part) * size, size).copy_(share)
+    def forward(self, hidden: Activations) -> Tensor:
+        """Return terms to be added up, (num_terms, num_tokens, hidden_size), of this rank."""
+        hidden = hidden if self.gate_up_proj.input_format is not None else wide_rows(hidden)
+        gated = silu_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format)
+        return self.down_proj.quant_method.apply_split(self.down_proj, gated, None)
 
 
-class Experts(nn.Module):
-    """The experts' weights, under the names that checkpoints give them."""
+class SharedExpertGate(nn.Module):
+    """Says how much of a token's shared expert counts."""
 
-    projection: ClassVar[type[PackedExperts]] = PackedExperts
-
-    def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        # (num_experts, 2 * local inner size, hidden_size) and (num_experts, hidden_size, local inner size)
-        inner_size = moe.intermediate_size
-        self.gate_up_proj = self.projection(moe.num_experts, ("gate", "up"), (inner_size, hidden_size), 0, tp)
-        self.down_proj = self.projection(moe.num_experts, ("down",), (hidden_size, inner_size), 1, tp)
+        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
 
-    def forward(self, hidden: Activations, routing: Routing) -> Tensor:
-        """Return terms to be added up, (num_terms, num_tokens, hidden_size): one for each choice, or their sum."""
-        max_tokens = max(1, MAX_PAIRS // routing.expert_ids.shape[1])
-        if len(hidden) <= max_tokens:
-            return self._mlp(hidden, *routing)
-        total = torch.empty_like(wide_rows(hidden))
-        for start in range(0, len(hidden), max_tokens):
-            rows = slice(start, start + max_tokens)
-            torch.sum(self._mlp(hidden[rows], routing.expert_ids[rows], routing.weights[rows]), 0, out=total[rows])
-        return total.unsqueeze(0)
-
-    def _mlp(self, hidden: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj, self.down_proj
-        terms = gate_up.quant_method.expert_mlp(gate_up, down, hidden, expert_ids, weights)
-        if terms is not None:
-            return terms
-        wide_weights = gate_up.quant_method.wide_weight(gate_up), down.quant_method.wide_weight(down)
-        return expert_mlp(wide_rows(hidden), *wide_weights, expert_ids, weights)
+    def forward(self, terms: Tensor, hidden: Tensor) -> Tensor:
+        """Return the expert's terms times the gates, (1, num_tokens, hidden_size). hidden: the expert's inputs."""
+        return gated_sum(terms, hidden, self.weight)
 
 
 class SparseMoE(nn.Module):

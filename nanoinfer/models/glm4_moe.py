@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.model_config import ModelConfig
-from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.layers.sigmoid_router import SigmoidRouter
+from nanoinfer.layers.moe import SigmoidRouter, SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import read_experts, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.fields import Fields
-from nanoinfer.layers.clamped_experts import BiasedRouter, ClampedExperts
-from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.layers.experts import ClampedExperts
+from nanoinfer.layers.moe import BiasedRouter, SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import read_alternating_windows, read_experts
 from nanoinfer.models.decoder_spec import DecoderSpec

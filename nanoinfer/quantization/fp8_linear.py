@@ -20,15 +20,16 @@ from nanoinfer.checkpoint.quantization_config import (
 from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
-from nanoinfer.ops.experts.spec import fp8_expert_mlp
+from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.quantization.linear_method import (
-    MAX_SPLIT_K_TOKENS,
     PER_OUTPUT,
     WEIGHT,
     LinearMethod,
     ParamSpec,
     ProductKind,
+    hold_scales,
+    may_split,
     stored,
 )
 
@@ -134,11 +135,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
             *experts, num_outputs, num_inputs = shape
             spec = ParamSpec(0, 1, BLOCK_SIZE, BLOCK_SIZE) if self.config.weight_granularity == "block" else PER_OUTPUT
             scales = torch.empty(*experts, *spec.shape(num_outputs, num_inputs), dtype=torch.float32)
-            if self.config.in_checkpoint:
-                setattr(layer, self.config.scale_name, stored(scales, spec))
-            else:  # no tensor of the checkpoint fills them
-                scales.spec = spec  # type: ignore[attr-defined]
-                layer.register_buffer(self.config.scale_name, scales)
+            hold_scales(layer, self.config.scale_name, scales, spec, self.config.in_checkpoint)
             if self.config.static_inputs:
                 num_shards = len(getattr(layer, "shards", (None,)))
                 input_scales = stored(torch.zeros(num_shards, dtype=torch.float32), ParamSpec())
@@ -227,12 +224,15 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         num_splits = self._num_splits(rows.values, len(layer.weight), bias)
         return fp8_product(rows.values, rows.scales, layer.weight, self.scales(layer), bias, self.dtype, num_splits)
 
-    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def expert_weights(self, layer: Any) -> ExpertWeights:
+        return ExpertWeights(layer.weight, self.scales(layer))
+
+    def expert_mlp(self, experts: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        assert experts.clamps is None, "experts in FP8 are not clamped"
+        gate_up, down = experts.gate_up_proj, experts.down_proj
         rows, of_down = self.round_input(x), down.quant_method
-        weights_and_scales = gate_up.weight, self.scales(gate_up), down.weight, of_down.scales(down)
-        return fp8_expert_mlp(
-            rows.values, rows.scales, *weights_and_scales, of_down.input_format, expert_ids, weights, self.dtype
-        )
+        both = self.expert_weights(gate_up), of_down.expert_weights(down)
+        return fp8_expert_mlp(rows.values, rows.scales, *both, of_down.input_format, expert_ids, weights, self.dtype)
 
     def round_input(self, x: Activations) -> QuantizedRows:
         """Round what nobody has rounded before."""
@@ -249,7 +249,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
 
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
         """Return how many splits of K, of whole groups, make about as many tiles as the GPU computes at a time."""
-        if not x.is_cuda or self.dtype != torch.bfloat16 or bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
+        if not may_split(x, self.dtype, bias):
             return 1
         is_few, group_size = len(x) <= FEW_TOKENS, GROUP_SIZE
         if self.input_format is not None and self.input_format.group_size is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 
 MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
 FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
@@ -66,10 +67,25 @@ def stored(tensor: Tensor, spec: ParamSpec) -> nn.Parameter:
     return param
 
 
+def hold_scales(layer: nn.Module, name: str, scales: Tensor, spec: ParamSpec, in_checkpoint: bool) -> None:
+    """Give a layer its scales: as a parameter if a tensor of the checkpoint fills them, else as a buffer."""
+    if in_checkpoint:
+        setattr(layer, name, stored(scales, spec))
+    else:
+        scales.spec = spec  # type: ignore[attr-defined]
+        layer.register_buffer(name, scales)
+
+
 class ProductKind(Enum):
     PLAIN = "by a weight in the dtype of the model, which other kernels may read too"
     WIDENED = "by a copy in the dtype of the model, made for each product"
     ROUNDED = "by a weight of fewer bits, with inputs rounded to them"
+
+
+def may_split(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Return whether a product in `dtype` may be left as partial sums, and is not too large for these to pay."""
+    # In float16 a partial sum could overflow where the whole does not.
+    return x.is_cuda and dtype == torch.bfloat16 and bias is None and len(x) <= MAX_SPLIT_K_TOKENS
 
 
 class LinearMethod:
@@ -128,17 +144,19 @@ class LinearMethod:
         parts = x.unflatten(1, (num_splits, -1)).transpose(0, 1)  # (num_splits, num_tokens, input_size / num_splits)
         return torch.bmm(parts, weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0))
 
-    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Return what `expert_mlp` of ops/experts does; None: it is to have weights in the dtype of the model.
+    def expert_weights(self, layer: Any) -> ExpertWeights:
+        """Return the weights of all experts, for `expert_mlp`."""
+        return ExpertWeights(self.wide_weight(layer), bias=layer.bias)
 
-        gate_up, down: the layers of all experts' weights.
-        """
-        return None
+    def expert_mlp(self, experts: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Return what `expert_mlp` of ops/experts does. experts: the layer that has the weights of all experts."""
+        gate_up, down = experts.gate_up_proj, experts.down_proj
+        first, second = (layer.quant_method.expert_weights(layer) for layer in (gate_up, down))
+        return expert_mlp(cast(Tensor, x), first, second, expert_ids, weights, experts.clamps)
 
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
         """Return how far to split K; docs/performance.md has the times that this is based on."""
-        # In float16 a partial sum could overflow where the whole does not.
-        if not x.is_cuda or x.dtype != torch.bfloat16 or bias is not None or len(x) > MAX_SPLIT_K_TOKENS:
+        if not may_split(x, x.dtype, bias):
             return 1
         is_long = x.shape[1] >= 4096  # enough to sum up in each of four parts
         num_splits = 4 if num_outputs < (FEW_OUTPUTS if is_long else FEW_OUTPUTS // 2) else 2

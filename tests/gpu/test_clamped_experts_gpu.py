@@ -1,10 +1,10 @@
-"""gpt-oss's experts on the GPU, in 16 bits and in MXFP4, against their twin in float32; and inside a CUDA graph."""
+"""gpt-oss's experts on the GPU, in 16 bits and in MXFP4, against the specification in float32; and in a CUDA graph."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.ops.experts.spec import clamped_expert_mlp
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
 from nanoinfer.ops.routing.spec import route
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
@@ -38,30 +38,28 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 4, 16, 100, 600, 3000])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("in_mxfp4", [False, True])
-def test_experts_equal_their_twin_in_float32(sizes: tuple[int, ...], num_tokens: int, in_mxfp4: bool) -> None:
-    from nanoinfer.ops.experts.spec import ExpertWeights
-    from nanoinfer.ops.experts.triton import mxfp4_expert_mlp
-
+def test_experts_equal_their_specification_in_float32(sizes: tuple[int, ...], num_tokens: int, in_mxfp4: bool) -> None:
     torch.manual_seed(num_tokens)
     hidden_size, inner_size, num_experts, num_choices = sizes
     x = randn(num_tokens, hidden_size)
     ids, weights = route(torch.randn(1, num_tokens, num_experts, device=CUDA), num_choices, True)
     first = random_mxfp4(num_experts, 2 * inner_size, hidden_size)
     second = random_mxfp4(num_experts, hidden_size, inner_size)
-    wide = dequantize(first)[..., :hidden_size].contiguous(), dequantize(second)[..., :inner_size].contiguous()
-    biases = randn(num_experts, 2 * inner_size), randn(num_experts, hidden_size)
-    twin = clamped_expert_mlp.__wrapped__
-    expected = twin(x.float(), *wide, *(bias.float() for bias in biases), ids, weights, CLAMPS)
+    packed = [
+        ExpertWeights(weight.numbers, weight.scales, bias=randn(num_experts, weight.numbers.shape[1]), is_e2m1=True)
+        for weight in (first, second)
+    ]
+    wide = [
+        ExpertWeights(dequantize(weight)[..., :size].contiguous(), bias=narrow.bias.float())
+        for weight, narrow, size in zip((first, second), packed, (hidden_size, inner_size), strict=True)
+    ]
+    in_16_bits = [ExpertWeights(weight.values.bfloat16(), bias=weight.bias.bfloat16()) for weight in wide]
+    both = packed if in_mxfp4 else in_16_bits
+    specification = expert_mlp.__wrapped__
+    expected = specification(x.float(), *wide, ids, weights, CLAMPS)
 
     def compute() -> Tensor:
-        if not in_mxfp4:
-            narrow = (weight.bfloat16() for weight in wide)
-            return clamped_expert_mlp(x, *narrow, *biases, ids, weights, CLAMPS)
-        packed = (
-            ExpertWeights(weight.numbers, weight.scales, bias=bias, is_e2m1=True)
-            for weight, bias in zip((first, second), biases, strict=True)
-        )
-        return mxfp4_expert_mlp(x, *packed, inner_size, ids, weights, CLAMPS)
+        return expert_mlp(x, *both, ids, weights, CLAMPS)
 
     assert_close(compute(), expected)
     if num_tokens <= 256:
@@ -69,6 +67,6 @@ def test_experts_equal_their_twin_in_float32(sizes: tuple[int, ...], num_tokens:
         with torch.cuda.graph(graph):
             out = compute()
         x.neg_()
-        expected = twin(x.float(), *wide, *(bias.float() for bias in biases), ids, weights, CLAMPS)
+        expected = specification(x.float(), *wide, ids, weights, CLAMPS)
         graph.replay()
         assert_close(out, expected)

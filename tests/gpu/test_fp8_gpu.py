@@ -18,7 +18,7 @@ from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
-from nanoinfer.ops.experts.spec import fp8_expert_mlp
+from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.quantization.fp8_linear import Fp8Config
@@ -243,11 +243,11 @@ def test_experts_equal_their_twin(
     ids[torch.rand(num_tokens, device=CUDA) < 0.1] = experts
     weights = torch.rand(num_tokens, choices, device=CUDA)
     rows = quantize_rows(randn(num_tokens, hidden), RowFormat(group_size=128 if block_size else None))
-    gate_up = quantize_weight(randn(experts, 2 * inner, hidden) / hidden**0.5, block_size)
-    down = quantize_weight(randn(experts, hidden, inner) / inner**0.5, block_size)
+    gate_up = ExpertWeights(*quantize_weight(randn(experts, 2 * inner, hidden) / hidden**0.5, block_size))
+    down = ExpertWeights(*quantize_weight(randn(experts, hidden, inner) / inner**0.5, block_size))
     unrounded = None
     for row_format in (RowFormat(group_size=128), RowFormat(scale=torch.tensor(0.02, device=CUDA))):
-        arguments = (rows.values, rows.scales, *gate_up, *down, row_format, ids, weights, torch.bfloat16)
+        arguments = (rows.values, rows.scales, gate_up, down, row_format, ids, weights, torch.bfloat16)
         actual, twin = fp8_expert_mlp(*arguments), fp8_expert_mlp.__wrapped__(*arguments)
         unrounded = unrounded_expert_mlp(*arguments) if unrounded is None else unrounded
         assert_experts_are_as_good_as_their_twin(actual, twin, unrounded)

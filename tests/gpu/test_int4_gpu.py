@@ -8,14 +8,12 @@ import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.ops.common.device_properties import has_hopper_kernels
-from nanoinfer.ops.experts.spec import expert_mlp
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, few_rows_product, pack, widen
 from nanoinfer.quantization.int4.int4_linear import MAX_HOPPER_ROWS
 
 pytest.importorskip("triton")
 
-from nanoinfer.ops.experts.spec import ExpertWeights
-from nanoinfer.ops.experts.triton import int4_expert_mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -82,8 +80,8 @@ def test_experts_in_4_bits_equal_their_twin(
         both.append([part if part is None else part.unflatten(0, (num_experts, -1)) for part in weight[:3]])
     x = torch.randn(num_tokens, hidden_size, device="cuda").to(dtype) * 0.1
     weights, ids = torch.rand(num_tokens, num_experts, device="cuda").topk(8)
-    actual = int4_expert_mlp(x, *(ExpertWeights(*parts) for parts in both), ids.int(), weights)
-    wide = (dequantize(PackedWeight(*parts)).to(dtype).float() for parts in both)
+    actual = expert_mlp(x, *(ExpertWeights(*parts) for parts in both), ids.int(), weights)
+    wide = (ExpertWeights(dequantize(PackedWeight(*parts)).to(dtype).float()) for parts in both)
     expected = expert_mlp.__wrapped__(x.float(), *wide, ids.int(), weights)  # type: ignore[attr-defined]
     error = (actual.float() - expected).abs()
     scale = expected.square().mean(-1, keepdim=True).sqrt()  # of the results of one pair

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.moe import SparseMoE
-from nanoinfer.layers.sigmoid_router import SigmoidRouter
+from nanoinfer.layers.moe import SigmoidRouter, SparseMoE
 from nanoinfer.ops.activations.spec import gated_sum
-from nanoinfer.ops.experts.spec import expert_mlp
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.norms.spec import add_rms_norm
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid
 
@@ -50,8 +49,8 @@ def build(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel 
 
 def in_float32(layer: SparseMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     experts = layer.experts
-    gate_up, down = experts.gate_up_proj.weight.float(), experts.down_proj.weight.float()
-    return expert_mlp.__wrapped__(x.float(), gate_up, down, ids, weights)
+    both = (ExpertWeights(part.weight.float()) for part in (experts.gate_up_proj, experts.down_proj))
+    return expert_mlp.__wrapped__(x.float(), *both, ids, weights)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -172,7 +171,8 @@ def test_experts_without_tokens_are_not_read(sizes: Sizes, num_tokens: int) -> N
     layer.experts.down_proj.weight[others] = NAN
     ids = chosen.repeat(num_tokens, 1)
     weights = torch.rand(num_tokens, sizes.choices, device=CUDA)
-    terms = expert_mlp(x, layer.experts.gate_up_proj.weight, layer.experts.down_proj.weight, ids, weights)
+    both = (ExpertWeights(part.weight) for part in (layer.experts.gate_up_proj, layer.experts.down_proj))
+    terms = expert_mlp(x, *both, ids, weights)
     assert_close(terms, in_float32(layer, x, ids, weights))
 
 

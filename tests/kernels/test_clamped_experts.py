@@ -1,17 +1,18 @@
-"""The kernels of gpt-oss's experts in Triton's interpreter, on the CPU, against their twins. On a GPU: tests/gpu."""
+"""The kernels of gpt-oss's experts in Triton's interpreter against their specification. On a GPU: tests/gpu."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.ops.experts.spec import clamped_expert_mlp
 from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
 
 pytest.importorskip("triton")
 
 from nanoinfer.ops.experts import triton as kernels
-from nanoinfer.ops.experts.spec import ExpertWeights
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from tests.kernels.helpers import loops_are_interpreted
 from tests.kernels.test_moe import CASES, randn, random_ids, weights_of
 
@@ -27,33 +28,36 @@ def biases_of(num_experts: int, hidden_size: int, inner_size: int, dtype: torch.
     return randn(num_experts, 2 * inner_size, seed=3, dtype=dtype), randn(num_experts, hidden_size, seed=4, dtype=dtype)
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
+def biased_weights_of(*sizes: Any) -> list[ExpertWeights]:
+    parts = zip(weights_of(*sizes), biases_of(*sizes), strict=True)
+    return [ExpertWeights(weight, bias=bias) for weight, bias in parts]
+
+
+def assert_close(actual: Tensor, expected: Tensor, num_eps: int = 16) -> None:
     assert actual.dtype == expected.dtype
-    tolerance = 16 * torch.finfo(actual.dtype).eps
+    tolerance = num_eps * torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_choices", "hidden_size", "inner_size"), CASES)
-def test_clamped_expert_mlp_equals_its_twin(
+def test_experts_with_biases_and_clamps_equal_their_specification(
     num_tokens: int, num_experts: int, num_choices: int, hidden_size: int, inner_size: int, dtype: torch.dtype
 ) -> None:
     x = 2 * randn(num_tokens, hidden_size, dtype=dtype)
-    sizes = num_experts, hidden_size, inner_size, dtype
-    tensors = *weights_of(*sizes), *biases_of(*sizes)
+    both = biased_weights_of(num_experts, hidden_size, inner_size, dtype)
     ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding=0.2)
     options = ids, torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)), CLAMPS
-    assert_close(kernels.clamped_expert_mlp(x, *tensors, *options), clamped_expert_mlp(x, *tensors, *options))
+    assert_close(kernels.expert_mlp(x, *both, *options), expert_mlp(x, *both, *options))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter
-def test_nan_and_infinities_are_clamped_as_in_the_twin() -> None:
+def test_nan_and_infinities_are_clamped_as_specified() -> None:
     x = randn(6, 32)
     x[1, 3], x[2, 5], x[4, 0] = torch.nan, torch.inf, -torch.inf
-    tensors = *weights_of(4, 32, 24, x.dtype), *biases_of(4, 32, 24, x.dtype)
-    options = random_ids(6, 4, 2), torch.ones(6, 2), CLAMPS
-    actual = kernels.clamped_expert_mlp(x, *tensors, *options)
-    assert_close(actual, clamped_expert_mlp(x, *tensors, *options))
+    arguments = x, *biased_weights_of(4, 32, 24, x.dtype), random_ids(6, 4, 2), torch.ones(6, 2), CLAMPS
+    actual = kernels.expert_mlp(*arguments)
+    assert_close(actual, expert_mlp(*arguments))
     assert actual[:, 1].isnan().all()
     assert actual[:, [0, 3, 5]].isfinite().all()
 
@@ -73,10 +77,10 @@ def random_mxfp4(num_experts: int, num_outputs: int, num_inputs: int, seed: int)
     ("num_tokens", "num_experts", "num_choices", "hidden_size", "inner_size"),
     [(1, 4, 2, 160, 96), (5, 3, 2, 128, 32), (60, 2, 1, 96, 288)],
 )
-def test_weights_in_mxfp4_whose_depth_is_no_whole_block_equal_the_twin(
-    num_tokens: int, num_experts: int, num_choices: int, hidden_size: int, inner_size: int
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])  # in float32 they are widened
+def test_weights_in_mxfp4_whose_depth_is_no_whole_block_equal_the_specification(
+    num_tokens: int, num_experts: int, num_choices: int, hidden_size: int, inner_size: int, dtype: torch.dtype
 ) -> None:
-    dtype = torch.float16
     x = randn(num_tokens, hidden_size + 8, dtype=dtype)[:, :hidden_size]
     x_rows = torch.full((num_tokens, hidden_size + 8), torch.nan, dtype=dtype)  # what lies behind a row is not read
     x_rows[:, :hidden_size] = x
@@ -85,13 +89,16 @@ def test_weights_in_mxfp4_whose_depth_is_no_whole_block_equal_the_twin(
     biases = biases_of(num_experts, hidden_size, inner_size, dtype)
     ids = random_ids(num_tokens, num_experts, num_choices, share_of_padding=0.2)
     routing = ids, torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
-    packed = (
-        ExpertWeights(weight.numbers, weight.scales, bias=bias, is_e2m1=True)
-        for weight, bias in zip((first, second), biases, strict=True)
-    )
-    actual = kernels.mxfp4_expert_mlp(x_rows[:, :hidden_size], *packed, inner_size, *routing, CLAMPS)
-    wide = dequantize(first)[..., :hidden_size].to(dtype), dequantize(second)[..., :inner_size].to(dtype)
-    assert_close(actual, clamped_expert_mlp(x, *wide, *biases, *routing, CLAMPS))
+    both = list(zip((first, second), biases, strict=True))
+    packed = [ExpertWeights(weight.numbers, weight.scales, bias=bias, is_e2m1=True) for weight, bias in both]
+    actual = kernels.expert_mlp(x_rows[:, :hidden_size], *packed, *routing, CLAMPS)
+    sizes = hidden_size, inner_size
+    wide = [
+        ExpertWeights(dequantize(weight)[..., :size].to(dtype), bias=bias)
+        for (weight, bias), size in zip(both, sizes, strict=True)
+    ]
+    assert_close(actual, expert_mlp(x, *wide, *routing, CLAMPS), 16 if dtype == torch.float16 else 64)
+    assert torch.equal(expert_mlp(x, *packed, *routing, CLAMPS), expert_mlp(x, *wide, *routing, CLAMPS))
 
 
 def test_a_scale_of_255_is_nan() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from nanoinfer.ops.activations import spec as activations
 from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
 from nanoinfer.ops.experts import spec as expert_spec
+from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.fp8 import spec as fp8
 from nanoinfer.ops.fp8.spec import dequantize_rows, quantize_weight
 from nanoinfer.ops.norms import spec as norms
@@ -223,9 +224,10 @@ def test_experts_equal_their_twin(
     ids[torch.rand(num_tokens, generator=generator) < 0.2] = num_experts
     weights = torch.rand(num_tokens, num_choices, generator=generator)
     rows = fp8.quantize_rows(randn(num_tokens, hidden_size), RowFormat(group_size=128 if block_size else None))
-    gate_up = quantize_weight(randn(num_experts, 2 * inner_size, hidden_size, seed=1) / hidden_size**0.5, block_size)
-    down = quantize_weight(randn(num_experts, hidden_size, inner_size, seed=2) / inner_size**0.5, block_size)
-    arguments = (rows.values, rows.scales, *gate_up, *down, FORMATS[name], ids, weights, torch.float32)
+    gate_up = randn(num_experts, 2 * inner_size, hidden_size, seed=1) / hidden_size**0.5
+    down = randn(num_experts, hidden_size, inner_size, seed=2) / inner_size**0.5
+    both = (ExpertWeights(*quantize_weight(weight, block_size)) for weight in (gate_up, down))
+    arguments = (rows.values, rows.scales, *both, FORMATS[name], ids, weights, torch.float32)
     actual, expected = expert_kernels.fp8_expert_mlp(*arguments), expert_spec.fp8_expert_mlp(*arguments)
     # Where gate and up differ in their last bits, SwiGLU may be rounded to a neighbour in e4m3.
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
@@ -235,11 +237,9 @@ def test_experts_equal_their_twin(
 
 
 def test_no_tokens_give_no_rows_of_experts() -> None:
-    gate_up, down = quantize_weight(randn(4, 48, 32)), quantize_weight(randn(4, 32, 24))
+    both = (ExpertWeights(*quantize_weight(randn(4, *shape))) for shape in ((48, 32), (32, 24)))
     rows = fp8.quantize_rows(randn(0, 32), RowFormat())
     ids, weights = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2)
-    out = expert_kernels.fp8_expert_mlp(
-        rows.values, rows.scales, *gate_up, *down, FORMATS["group"], ids, weights, torch.float32
-    )
+    out = expert_kernels.fp8_expert_mlp(rows.values, rows.scales, *both, FORMATS["group"], ids, weights, torch.float32)
     assert out.shape == (2, 0, 32)
     assert rows.values.dtype == FP8

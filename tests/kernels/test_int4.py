@@ -85,8 +85,10 @@ def test_few_outputs_are_summed_in_parts() -> None:
 
 
 @loops_are_interpreted
-@pytest.mark.parametrize(("num_tokens", "group_size", "has_zeros"), [(1, 128, False), (5, 32, True), (70, None, False)])
-def test_experts_in_4_bits_equal_their_twin(num_tokens: int, group_size: int | None, has_zeros: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "group_size", "has_zeros"), [(1, 128, False), (5, 32, True), (70, None, False), (150, 64, True)]
+)
+def test_experts_in_4_bits_equal_their_specification(num_tokens: int, group_size: int | None, has_zeros: bool) -> None:
     num_experts, hidden_size, inner_size, generator = 4, 128, 128, torch.Generator().manual_seed(0)
     packed = [
         [random_weight(num_outputs, num_inputs, group_size, has_zeros) for _ in range(num_experts)]
@@ -107,9 +109,11 @@ def test_experts_in_4_bits_equal_their_twin(num_tokens: int, group_size: int | N
     if num_tokens > 1:
         ids[1] = num_experts  # a row without a token
     weights = torch.rand(num_tokens, 2, generator=generator)
-    actual = expert_kernels.int4_expert_mlp(x, *(ExpertWeights(*each[:3]) for each in both), ids, weights)
-    wide = (dequantize(each).half() for each in both)
-    torch.testing.assert_close(actual, expert_mlp(x, *wide, ids, weights), rtol=1e-2, atol=1e-2)
+    arguments = x, *(ExpertWeights(*each[:3]) for each in both), ids, weights
+    actual = expert_kernels.expert_mlp(*arguments)
+    torch.testing.assert_close(actual, expert_mlp(*arguments), rtol=1e-2, atol=1e-2)
+    wide = (ExpertWeights(dequantize(each).half()) for each in both)
+    assert torch.equal(expert_mlp(*arguments), expert_mlp(x, *wide, ids, weights))
 
 
 @loops_are_interpreted

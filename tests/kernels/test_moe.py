@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.ops.activations.spec import gated_sum
-from nanoinfer.ops.experts.spec import expert_mlp
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid
 
 triton = pytest.importorskip("triton")
@@ -167,8 +167,8 @@ def weights_of(num_experts: int, hidden_size: int, inner_size: int, dtype: torch
 
 
 def assert_equal_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, pair_weights: Tensor) -> Tensor:
-    actual = expert_kernels.expert_mlp(x, gate_up, down, ids, pair_weights)
-    expected = expert_mlp(x, gate_up, down, ids, pair_weights)
+    arguments = x, ExpertWeights(gate_up), ExpertWeights(down), ids, pair_weights
+    actual, expected = expert_kernels.expert_mlp(*arguments), expert_mlp(*arguments)
     assert actual.dtype == x.dtype
     tolerance = 8 * torch.finfo(x.dtype).eps
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -236,7 +236,8 @@ def test_a_row_with_nan_stays_alone_with_it() -> None:
 def test_no_tokens_give_no_rows() -> None:
     ids, pair_weights = routing_kernels.route(randn(1, 0, 4), 2, True)
     assert ids.shape == pair_weights.shape == (0, 2)
-    out = expert_kernels.expert_mlp(randn(0, 32), *weights_of(4, 32, 24, torch.float32), ids, pair_weights)
+    weights = map(ExpertWeights, weights_of(4, 32, 24, torch.float32))
+    out = expert_kernels.expert_mlp(randn(0, 32), *weights, ids, pair_weights)
     assert out.shape == (2, 0, 32)
 
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.layers import moe
+from nanoinfer.layers import experts
+from nanoinfer.layers.experts import Routing
 from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.moe import Routing, SparseMoE
-from nanoinfer.ops.experts.spec import expert_mlp
+from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.routing.spec import route
 
 HIDDEN, INNER, EXPERTS, CHOICES = 32, 24, 10, 4
@@ -159,9 +160,10 @@ def test_experts_without_tokens_are_not_read() -> None:
         for parts in (("gate", "up"), ("down",))
     )
     routing = Routing(torch.full((6, 1), 1, dtype=torch.int32), torch.ones(6, 1))
-    expected = expert_mlp(x, gate_up, down, *routing)
+    both = ExpertWeights(gate_up), ExpertWeights(down)
+    expected = expert_mlp(x, *both, *routing)
     gate_up[[0, 2]] = down[[0, 2]] = NAN
-    assert torch.equal(expert_mlp(x, gate_up, down, *routing), expected)
+    assert torch.equal(expert_mlp(x, *both, *routing), expected)
 
 
 # --- a shared expert ---
@@ -212,7 +214,7 @@ def test_more_pairs_than_fit_are_computed_in_slices_and_added_up(monkeypatch: py
     mask = torch.arange(7) != 3
     expected = layer(x, mask).terms
     assert len(expected) == CHOICES
-    monkeypatch.setattr(moe, "MAX_PAIRS", 3 * CHOICES)
+    monkeypatch.setattr(experts, "MAX_PAIRS", 3 * CHOICES)
     torch.testing.assert_close(layer(x, mask).terms, expected.sum(0, keepdim=True))
 
 

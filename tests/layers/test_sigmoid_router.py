@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint.base_config import MoEConfig
-from nanoinfer.layers.moe import Routing
-from nanoinfer.layers.sigmoid_router import SigmoidRouter
+from nanoinfer.layers.experts import Routing
+from nanoinfer.layers.moe import SigmoidRouter
 
 LOGITS = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
 BIAS = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 0.3

@@ -17,7 +17,7 @@ from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import FP8, QuantizedRows, RowFormat
-from nanoinfer.ops.experts.spec import fp8_expert_mlp
+from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import (
     dequantize_rows,
     dequantize_weight,
@@ -327,7 +327,8 @@ def test_what_is_asked_of_experts_finds_a_fault_in_one_pair(fault: str) -> None:
     down, down_scales = quantize_weight(randn(4, 384, 256, seed=2) / 16)
     ids, weights = torch.tensor([[0, 1], [1, 2], [2, 0]] * 4, dtype=torch.int32), torch.full((12, 2), 0.5)
     ids[5, 1] = 3  # the only pair of this expert
-    arguments = rows.values, rows.scales, gate_up, gate_up_scales, down, down_scales, RowFormat(group_size=128)
+    both = ExpertWeights(gate_up, gate_up_scales), ExpertWeights(down, down_scales)
+    arguments = rows.values, rows.scales, *both, RowFormat(group_size=128)
     twin = fp8_expert_mlp(*arguments, ids, weights, torch.bfloat16)
     unrounded = unrounded_expert_mlp(*arguments, ids, weights, torch.bfloat16)
     assert_experts_are_as_good_as_their_twin(twin, twin, unrounded)

@@ -17,7 +17,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import MergedColumnParallelLinear
 from nanoinfer.ops.int4 import spec as int4
 from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack, quantize, unpack
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, read_mxfp4, readers
+from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, readers
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 from nanoinfer.quantization.method_selection import read_quantization
 from tests.quantization.test_checkpoints import plain_folder, write_plain
@@ -465,42 +465,3 @@ def test_what_is_not_supported_is_refused_by_field_and_value(config: dict[str, A
     with pytest.raises(ModelError, match=message) as caught:
         read_quantization(Fields({"quantization_config": config}), None, {}, {})
     assert "quantization='fp8' or 'int4'" in str(caught.value)
-
-
-# --- MXFP4 ---
-
-
-def test_mxfp4_is_read_as_its_standard_says() -> None:
-    """Against a reader of single bits, written from the standard: a sign, two bits of exponent, one of mantissa."""
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (2, 3, 4, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(100, 150, (2, 3, 4), dtype=torch.uint8, generator=generator)
-    weight = dequantize(read_mxfp4(blocks, scales))
-    assert weight.shape == (2, 3, 128)
-    for place in range(weight.numel()):
-        expert, output, index = place // 384, place // 128 % 3, place % 128
-        byte = int(blocks[expert, output, index // 32, index % 32 // 2])
-        bits = byte >> 4 if index % 2 else byte & 15
-        exponent, mantissa = bits >> 1 & 3, bits & 1
-        size = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
-        expected = (-size if bits & 8 else size) * 2.0 ** (int(scales[expert, output, index // 32]) - 127)
-        assert float(weight[expert, output, index]) == expected
-
-
-def test_a_scale_of_mxfp4_may_be_nan_and_its_extremes_are_exact() -> None:
-    weight = dequantize(
-        read_mxfp4(torch.full((1, 3, 16), 0x22, dtype=torch.uint8), torch.tensor([[0, 254, 255]]).byte())
-    )
-    assert weight[0, :64].unique().tolist() == [2.0**-127, 2.0**127]
-    assert weight[0, 64:].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "scales"),
-    [((2, 4, 15), (2, 4)), ((2, 4, 16), (2, 3)), ((4, 16), (4,))],
-)
-def test_tensors_that_are_not_mxfp4_are_refused(blocks: tuple[int, ...], scales: tuple[int, ...]) -> None:
-    with pytest.raises(ModelError, match="MXFP4 has uint8"):
-        read_mxfp4(torch.zeros(blocks, dtype=torch.uint8), torch.zeros(scales, dtype=torch.uint8))
-    with pytest.raises(ModelError, match=r"torch\.int8"):
-        read_mxfp4(torch.zeros(2, 4, 16, dtype=torch.int8), torch.zeros(2, 4, dtype=torch.uint8))

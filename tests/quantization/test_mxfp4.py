@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, ModelError
-from nanoinfer.ops.int4.spec import dequantize
-from nanoinfer.quantization.int4.formats import read_mxfp4
+from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack
+from nanoinfer.quantization.int4.formats import mxfp4_numbers
 from tests.models.test_architectures import draw_prompts, generate
 
 SIZES = {
@@ -63,6 +63,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "mxfp4", folder / "wide"
 
 
+def read_mxfp4(blocks: Tensor, scales: Tensor) -> PackedWeight:
+    """A checkpoint's weight. blocks: (..., num_groups, 16) uint8. scales: (..., num_groups) uint8."""
+    numbers = mxfp4_numbers(blocks)
+    return PackedWeight(pack(numbers, block_size(numbers.shape[-1])), scales, is_e2m1=True)
+
+
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, quantization: Any = MXFP4) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
@@ -75,6 +81,31 @@ def test_tokens_are_those_of_the_weights_in_float32(checkpoints: tuple[Path, Pat
     prompts = draw_prompts(0, (3, 17, 40))
     options = {"tensor_parallel_size": tensor_parallel_size, "max_model_len": 64}
     assert generate(packed, prompts, **options) == generate(wide, prompts, max_model_len=64)
+
+
+def test_mxfp4_is_read_as_its_standard_says() -> None:
+    """Against a reader of single bits, written from the standard: a sign, two bits of exponent, one of mantissa."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 3, 4, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 150, (2, 3, 4), dtype=torch.uint8, generator=generator)
+    weight = dequantize(read_mxfp4(blocks, scales))
+    assert weight.shape == (2, 3, 128)
+    for place in range(weight.numel()):
+        expert, output, index = place // 384, place // 128 % 3, place % 128
+        byte = int(blocks[expert, output, index // 32, index % 32 // 2])
+        bits = byte >> 4 if index % 2 else byte & 15
+        exponent, mantissa = bits >> 1 & 3, bits & 1
+        size = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
+        expected = (-size if bits & 8 else size) * 2.0 ** (int(scales[expert, output, index // 32]) - 127)
+        assert float(weight[expert, output, index]) == expected
+
+
+def test_a_scale_of_mxfp4_may_be_nan_and_its_extremes_are_exact() -> None:
+    weight = dequantize(
+        read_mxfp4(torch.full((1, 3, 16), 0x22, dtype=torch.uint8), torch.tensor([[0, 254, 255]]).byte())
+    )
+    assert weight[0, :64].unique().tolist() == [2.0**-127, 2.0**127]
+    assert weight[0, 64:].isnan().all()
 
 
 def test_the_numbers_are_those_that_transformers_reads(checkpoints: tuple[Path, Path]) -> None:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, gather, load_tile
+from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.routing.triton import TilePlan
 
 ROWS = 128  # pairs of a tile
@@ -33,6 +34,25 @@ PART = 128  # columns of half a tile
 DEPTH = 64  # of the inner dimension, at a time
 STAGES = 4  # buffers
 MULTIPLYING_REGISTERS, LOADING_REGISTERS = 232, 40
+
+
+@gluon.jit
+def gated(gate, up, clamps, dtype: gl.constexpr):
+    """Return what `gated` of `ops/common` does, or with clamps, limit and alpha, `_clamped` of `triton.py`."""
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+    if clamps is None:
+        return (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
+    else:
+        limit, alpha = clamps
+        gate = gl.where(gate > limit, limit, gate)
+        up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+        return gate / (1.0 + gl.exp(-alpha * gate)) * (up + 1.0)
+
+
+@gluon.jit
+def row_of_result(pair, num_pairs, num_choices: gl.constexpr):
+    """Return the row of each pair's result, which lie by choice, then by token."""
+    return (pair % num_choices).to(gl.int64) * (num_pairs // num_choices) + pair // num_choices
 
 
 @gluon.jit
@@ -157,20 +177,12 @@ def _multiply(
             second += gl.load(ptrs + distance, mask=is_second, other=0.0).to(gl.float32)[None, :]
         if GATED:
             if expert < num_experts:
-                gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)  # as `gated` rounds them
-                if clamps is None:
-                    out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
-                else:  # as `_clamped` of `triton.py`
-                    limit, alpha = clamps
-                    gate = gl.where(gate > limit, limit, gate)
-                    up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
-                    out = gate / (1.0 + gl.exp(-alpha * gate)) * (up + 1.0)
+                out = gated(first, second, clamps, dtype)
                 out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * (num_columns // 2) + column[None, :]
                 gl.store(out_ptrs, out.to(dtype), mask=first_mask)
         else:
             pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
-            out_row = (pair % num_choices).to(gl.int64) * (num_pairs // num_choices) + pair // num_choices
-            out_ptrs = out_ptr + out_row[:, None] * num_columns + column[None, :]
+            out_ptrs = out_ptr + row_of_result(pair, num_pairs, num_choices)[:, None] * num_columns + column[None, :]
             gl.store(out_ptrs, (first * pair_weight[:, None]).to(dtype), mask=first_mask)
             gl.store(out_ptrs + part, (second * pair_weight[:, None]).to(dtype), mask=second_mask)
 
@@ -235,34 +247,27 @@ def _hopper_experts_kernel(
 
 def grouped_product(
     x: Tensor,
-    weight: Tensor,
+    weight: ExpertWeights,
     plan: TilePlan,
     pair_weights: Tensor,
     out: Tensor,
-    num_choices: int,
     is_gated: bool,
-    bias: Tensor | None = None,
     clamps: tuple[float, float] | None = None,
 ) -> None:
-    """Multiply the rows of each expert's pairs, as `plan` lists them, with its (num_columns, depth) of the weight.
-
-    is_gated: x is (num_tokens, depth), and out becomes silu(gate) * up of each pair, (num_pairs, num_columns / 2); else
-    x is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_columns).
-    The weight's rows may be longer than those of x. bias: (num_experts, num_columns). clamps: of the clamped SwiGLU.
-    """
-    num_experts, num_columns, width = weight.shape
+    """Do what `grouped_product` of `triton.py` does, by a weight in 16 bits, in tiles of ROWS pairs."""
+    num_experts, num_columns, width = weight.values.shape
     lines: list[Any] = [[num_experts * num_columns, width], [width, 1], [PART, DEPTH], SWIZZLED]
     _hopper_experts_kernel[(num_multiprocessors(x.device),)](
         x,
-        TensorDescriptor(weight, *lines),
-        *plan,
+        TensorDescriptor(weight.values, *lines),
+        *plan.tensors,
         pair_weights,
-        bias,
+        weight.bias,
         clamps,
         out,
         x.stride(0),
         pair_weights.numel(),
-        num_choices=num_choices,
+        num_choices=pair_weights.shape[1],
         num_experts=num_experts,
         num_columns=num_columns,
         depth=x.shape[1],

@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import SWIZZLED, gather, load_tile
+from nanoinfer.ops.experts.hopper import gated, row_of_result
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.hopper import (
     WORDS_LAYOUT,
@@ -34,7 +35,6 @@ from nanoinfer.ops.int4.hopper import (
 from nanoinfer.ops.int4.triton import BLOCK, WORDS
 from nanoinfer.ops.routing.triton import TilePlan
 
-MAX_ROWS = 64  # pairs of a tile
 TIMES_BF16, TIMES_F16 = gl.constexpr("mul.bf16x2 $0, $1, $2;"), gl.constexpr("mul.f16x2 $0, $1, $2;")
 
 
@@ -193,14 +193,7 @@ def _store_activations(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, gl.num_warps(), 1], [2, 0, 1])
     gate, up = gl.split(gl.convert_layout(acc.reshape((2, part, num_rows)).permute((1, 2, 0)), layout))
-    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)  # as `gated` rounds them
-    if CLAMPED:  # as `_clamped` of `triton.py`
-        limit, alpha = clamps
-        gate = gl.where(gate > limit, limit, gate)
-        up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
-        out = gate / (1.0 + gl.exp(-alpha * gate)) * (up + 1.0)
-    else:
-        out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
+    out = gated(gate, up, clamps if CLAMPED else None, dtype)
     column = gl.expand_dims(first_line + gl.arange(0, part, gl.SliceLayout(1, out.type.layout)), 1)
     pair = _load_pairs(pairs_ptr, tile, gl.arange(0, num_rows, gl.SliceLayout(0, out.type.layout)), num_pairs, num_rows)
     mask = gl.expand_dims(pair < num_pairs, 0) & (column < inner_size)
@@ -218,7 +211,7 @@ def _store_products(acc, products, num_choices: gl.constexpr, num_lines: gl.cons
     pair = _load_pairs(pairs_ptr, tile, gl.arange(0, num_rows, gl.SliceLayout(0, layout)), num_pairs, num_rows)
     is_pair = pair < num_pairs
     pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
-    out_row = (pair % num_choices).to(gl.int64) * (num_pairs // num_choices) + pair // num_choices
+    out_row = row_of_result(pair, num_pairs, num_choices)
     out_ptrs = out_ptr + gl.expand_dims(out_row * num_lines, 0) + column
     out = (acc * gl.expand_dims(pair_weight, 0)).to(out_ptr.dtype.element_ty)
     gl.store(out_ptrs, out, mask=gl.expand_dims(is_pair, 0) & (column < num_lines))
@@ -295,20 +288,13 @@ def grouped_product(
     plan: TilePlan,
     pair_weights: Tensor,
     out: Tensor,
-    num_choices: int,
-    rows: int,
     is_gated: bool,
     clamps: tuple[float, float] | None = None,
 ) -> None:
-    """Multiply the rows of each expert's pairs, as `plan` lists them in tiles of `rows`, with its lines of the weight.
-
-    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_lines / 2); else x
-    is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_lines).
-    Scales of e2m1 are those of blocks, int32. clamps: of the clamped SwiGLU.
-    """
+    """Do what `grouped_product` of `triton.py` does, by a weight in 4 bits that `serves` accepts."""
     num_experts, num_lines, num_words = weight.values.shape
     num_blocks, num_groups = num_words // WORDS.value, weight.num_groups
-    cut = choose_cut(rows, len(plan.tile_experts), num_lines, x.device)
+    cut = choose_cut(len(plan.tile_experts), num_lines, x.device)
     lines = weight.values.view(num_experts * num_lines, num_words)
     _hopper_int4_experts_kernel[(triton.cdiv(num_lines, cut.lines), len(plan.tile_experts))](
         x,
@@ -316,14 +302,14 @@ def grouped_product(
         weight.scales,
         weight.zeros,
         weight.bias,
-        *plan,
+        *plan.tensors,
         pair_weights,
         out,
         x.stride(0),
         *(clamps or (0.0, 0.0)),
         pair_weights.numel(),
         num_blocks,
-        num_choices=num_choices,
+        num_choices=pair_weights.shape[1],
         num_experts=num_experts,
         num_lines=num_lines,
         num_groups=num_groups,
@@ -332,7 +318,7 @@ def grouped_product(
         CLAMPED=clamps is not None,
         GROUP_BLOCKS=max(1, num_blocks // num_groups),
         E2M1=weight.is_e2m1,
-        ROWS=rows,
+        ROWS=plan.tile_size,
         LINES=cut.lines,
         STAGES=cut.stages,
         WARPS=4,
@@ -340,20 +326,18 @@ def grouped_product(
     )
 
 
-def choose_cut(rows: int, num_tiles: int, num_lines: int, device: torch.device) -> Cut:
+def choose_cut(num_tiles: int, num_lines: int, device: torch.device) -> Cut:
     """Return how to cut the product of so many tiles."""
     if num_tiles * triton.cdiv(num_lines, 128) < 2 * num_multiprocessors(device):
         return Cut(64, 4)
     return Cut(128, 3)
 
 
-def serves(x: Tensor, weight: ExpertWeights, rows: int) -> bool:
-    """Whether the kernel takes such rows, and groups of such a size: whole blocks, or those of MXFP4.
+def serves(x: Tensor, weight: ExpertWeights) -> bool:
+    """Whether the kernel takes such rows in 16 bits, and groups of such a size: whole blocks, or those of MXFP4.
 
     Triton's copies of 16 bytes want rows that are multiples of 16 apart.
     """
-    if weight.scales is None or rows > MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
     if x.stride(0) % 16 or x.shape[1] % 8 or x.data_ptr() % 16:
         return False
     return weight.is_e2m1 or weight.values.shape[2] * 8 // weight.num_groups % BLOCK.value == 0

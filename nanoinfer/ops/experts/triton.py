@@ -5,15 +5,13 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
 
 - Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
-- Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own
-  (`hopper.py`).
-- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper
-  `hopper_int4.py`). For more rows they are widened first on Hopper.
+- Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own (`hopper.py`).
+- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper `hopper_int4.py`). For more
+  rows they are widened first, MXFP4 on Hopper alone.
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,17 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.ops.common.device_properties import (
-    has_hopper_kernels,
-    has_large_shared_memory,
-    num_multiprocessors,
-)
+from nanoinfer.ops.common.device_properties import has_hopper_kernels, has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.experts.triton_fp8 import fp8_expert_mlp as fp8_expert_mlp
-from nanoinfer.ops.int4.triton import int4_tile_product, widen
-from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
+from nanoinfer.ops.int4.triton import WORDS, int4_tile_product, widen
+from nanoinfer.ops.routing.triton import TilePlan, plan_tiles, row_of_result, tile_pairs, tile_rows
 
 
 @triton.jit
@@ -219,7 +213,7 @@ def _down_kernel(
     is_pair = pair < num_pairs
     pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    out_row = (pair % num_choices).to(tl.int64) * (num_pairs // num_choices) + pair // num_choices
+    out_row = row_of_result(pair, num_pairs, num_choices)
     out_ptrs = out_ptr + out_row[:, None] * hidden_size + column[None, :]
     out_mask = is_pair[:, None] & (column < hidden_size)[None, :]
     dtype = out_ptr.dtype.element_ty
@@ -251,6 +245,7 @@ def _down_kernel(
     tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
 
+MAX_INT4_ROWS = 64  # pairs of a tile for which a weight is read in 4 bits; for more it is widened first
 # Pairs of each expert, on average, from which on Hopper widens weights in MXFP4: 0.7 ms for a layer of gpt-oss-20b.
 WIDE_PAIRS = 150
 
@@ -265,51 +260,47 @@ class Tiling(NamedTuple):
     warps: int
 
 
-def expert_mlp(hidden, gate_up, down, expert_ids, weights):
-    rows = tile_rows(expert_ids.numel(), len(down), hidden.dtype)
-    return _expert_mlp(hidden, ExpertWeights(gate_up), ExpertWeights(down), down.shape[2], expert_ids, weights, rows)
-
-
-def int4_expert_mlp(
-    hidden: Tensor, gate_up: ExpertWeights, down: ExpertWeights, expert_ids: Tensor, weights: Tensor
-) -> Tensor:
-    """Return what `expert_mlp` does, by weights in 4 bits of whole blocks of 128 inputs; hidden in 16 bits."""
-    num_experts, inner_size = len(down.values), down.values.shape[2] * 8
-    rows = min(64, tile_rows(expert_ids.numel(), num_experts, hidden.dtype))
-    return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows)
-
-
-def clamped_expert_mlp(hidden, gate_up, down, gate_up_bias, down_bias, expert_ids, weights, clamps):
-    first, second = ExpertWeights(gate_up, bias=gate_up_bias), ExpertWeights(down, bias=down_bias)
-    rows = tile_rows(expert_ids.numel(), len(down), hidden.dtype)
-    return _expert_mlp(hidden, first, second, down.shape[2], expert_ids, weights, rows, clamps)
-
-
-def mxfp4_expert_mlp(
-    hidden: Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    inner_size: int,
-    expert_ids: Tensor,
-    weights: Tensor,
-    clamps: tuple[float, float],
-) -> Tensor:
-    """Return what `clamped_expert_mlp` does, by weights in MXFP4, whose depth is filled up to whole blocks of 128.
-
-    scales: exponents in uint8. `int4_tile_product` reads those of a block at once.
-    """
+def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None):
+    tensors = {"gate_up": gate_up.values, "down": down.values, "expert_ids": expert_ids, "weights": weights}
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
+    assert hidden.stride(1) == 1, f"the rows of hidden must be contiguous, strides {hidden.stride()}"
     num_experts, num_pairs = len(down.values), expert_ids.numel()
-    if num_pairs >= WIDE_PAIRS * num_experts and _has_hopper_kernel(hidden, inner_size, 128):
-        return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, 128, clamps)
-    gate_up, down = _with_scales_of_blocks(gate_up), _with_scales_of_blocks(down)
-    rows = min(64, tile_rows(num_pairs, num_experts, hidden.dtype))
-    return _expert_mlp(hidden, gate_up, down, inner_size, expert_ids, weights, rows, clamps)
+    gated = hidden.new_empty(num_pairs, gate_up.values.shape[1] // 2)
+    out = hidden.new_empty(expert_ids.shape[1], *hidden.shape)
+    if num_pairs == 0:
+        return out
+    rows = tile_rows(num_pairs, num_experts, hidden.dtype)
+    in_4_bits = _reads_4_bits(hidden, gate_up, down, num_pairs, rows)
+    if in_4_bits:
+        rows = min(MAX_INT4_ROWS, rows)
+    plan = plan_tiles(expert_ids, num_experts, rows)
+    product = grouped_product
+    if in_4_bits and has_hopper_kernels(hidden.device):
+        from nanoinfer.ops.experts import hopper_int4
+
+        if hopper_int4.serves(hidden, gate_up) and hopper_int4.serves(gated, down):
+            product = hopper_int4.grouped_product
+    elif not in_4_bits and _has_hopper_kernel(hidden, gated.shape[1], rows):
+        from nanoinfer.ops.experts import hopper
+
+        product = hopper.grouped_product
+    # Both weights are widened one after the other, in the same memory.
+    product(hidden, _held(gate_up, in_4_bits, hidden.dtype), plan, weights, gated, is_gated=True, clamps=clamps)
+    product(gated, _held(down, in_4_bits, hidden.dtype), plan, weights, out, is_gated=False)
+    return out
 
 
-def _with_scales_of_blocks(weight: ExpertWeights) -> ExpertWeights:
-    """Return the same with the scales of each block of 128 inputs as one number."""
-    assert weight.scales is not None, "weights in MXFP4 have scales"
-    return weight._replace(scales=weight.scales.view(torch.int32))
+def _reads_4_bits(hidden: Tensor, gate_up: ExpertWeights, down: ExpertWeights, num_pairs: int, rows: int) -> bool:
+    """Return whether the kernels read weights in 4 bits; else these are widened first."""
+    if gate_up.scales is None or down.scales is None or hidden.dtype == torch.float32:
+        return False
+    if gate_up.values.shape[2] % WORDS.value or down.values.shape[2] % WORDS.value:  # blocks of fewer than 128 inputs
+        return False
+    if not gate_up.is_e2m1:
+        return rows <= MAX_INT4_ROWS
+    is_few = num_pairs < WIDE_PAIRS * len(down.values)
+    return is_few or not _has_hopper_kernel(hidden, gate_up.values.shape[1] // 2, rows)
 
 
 def _has_hopper_kernel(hidden: Tensor, inner_size: int, rows: int) -> bool:
@@ -321,114 +312,58 @@ def _has_hopper_kernel(hidden: Tensor, inner_size: int, rows: int) -> bool:
     return hopper.serves(hidden.shape[1], inner_size, hidden.stride(0), hidden.dtype)
 
 
-def _has_hopper_int4_kernel(x: Tensor, weight: ExpertWeights, rows: int) -> bool:
-    """Return whether tiles of so many rows of x have the kernel for Hopper GPUs that reads weights in 4 bits."""
-    if weight.scales is None or not has_hopper_kernels(x.device):
-        return False
-    from nanoinfer.ops.experts import hopper_int4
-
-    return hopper_int4.serves(x, weight, rows)
-
-
-def _widened(weight: ExpertWeights, dtype: torch.dtype) -> Tensor:
-    """Return a weight in 16 bits, (num_experts, num_rows, depth), with what fills up rows in MXFP4."""
+def _held(weight: ExpertWeights, in_4_bits: bool, dtype: torch.dtype) -> ExpertWeights:
+    """Return a weight as the kernels read it: in 4 bits, or in 16, with what fills up rows in MXFP4."""
     if weight.scales is None:
-        return weight.values
-    values, scales = weight.values.flatten(0, 1), weight.scales.flatten(0, 1)
-    return widen(values, scales, None, dtype, is_e2m1=True).unflatten(0, weight.values.shape[:2])
+        return weight
+    if not in_4_bits:
+        return ExpertWeights(widen(*weight[:3], dtype, weight.is_e2m1), bias=weight.bias)
+    # Kernels read the four scales of a block of MXFP4 as one number.
+    return weight._replace(scales=weight.scales.view(torch.int32)) if weight.is_e2m1 else weight
 
 
-def _check(hidden: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-    for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):
-        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
-    assert hidden.stride(1) == 1, f"the rows of hidden must be contiguous, strides {hidden.stride()}"
-
-
-def _results(hidden: Tensor, inner_size: int, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the activations of all pairs, and for the results."""
-    num_tokens, num_choices = expert_ids.shape
-    gated = hidden.new_empty(expert_ids.numel(), inner_size)
-    return gated, hidden.new_empty(num_choices, num_tokens, hidden.shape[1])
-
-
-def _expert_mlp(
-    hidden: Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    inner_size: int,
-    expert_ids: Tensor,
-    weights: Tensor,
-    rows: int,
+def grouped_product(
+    x: Tensor,
+    weight: ExpertWeights,
+    plan: TilePlan,
+    pair_weights: Tensor,
+    out: Tensor,
+    is_gated: bool,
     clamps: tuple[float, float] | None = None,
-) -> Tensor:
-    num_choices, num_pairs = expert_ids.shape[1], expert_ids.numel()
-    num_experts, hidden_size = down.values.shape[:2]
-    _check(hidden, gate_up.values, down.values, expert_ids, weights)
-    gated, out = _results(hidden, inner_size, expert_ids)
-    if num_pairs == 0:
-        return out
-    plan = plan_tiles(expert_ids, num_experts, rows)
-    if _has_hopper_kernel(hidden, inner_size, rows):
-        from nanoinfer.ops.experts.hopper import grouped_product
+) -> None:
+    """Multiply the rows of each expert's pairs, as `plan` lists them, with its rows of the weight.
 
-        wide = partial(_widened, dtype=hidden.dtype)  # one after the other, in the same memory
-        grouped_product(hidden, wide(gate_up), plan, weights, gated, num_choices, True, gate_up.bias, clamps)
-        grouped_product(gated, wide(down), plan, weights, out, num_choices, False, down.bias)
-        return out
-    if _has_hopper_int4_kernel(hidden, gate_up, rows) and _has_hopper_int4_kernel(gated, down, rows):
-        from nanoinfer.ops.experts import hopper_int4
-
-        product = partial(hopper_int4.grouped_product, num_choices=num_choices, rows=rows)
-        product(hidden, gate_up, plan, weights, gated, is_gated=True, clamps=clamps)
-        product(gated, down, plan, weights, out, is_gated=False)
-        return out
-    num_slots = len(plan.tile_experts)
-    options = {"ASM": hidden.is_cuda, **overlap_options(hidden.device)}
-    choose = choose_tiling if gate_up.scales is None else _choose_int4_tiling
-    tiling = choose(rows, num_slots, 2 * inner_size, hidden.dtype, hidden.device)
-    _gate_up_kernel[(-(-(2 * inner_size) // tiling.columns), num_slots)](
-        hidden,
-        *gate_up[:4],
-        *plan,
-        gated,
-        hidden.stride(0),
-        *(clamps or (0.0, 0.0)),
-        num_pairs,
-        num_choices=num_choices,
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        inner_size=inner_size,
-        num_groups=gate_up.num_groups,
-        E2M1=gate_up.is_e2m1,
-        ROWS=rows,
-        COLUMNS=tiling.columns,
-        DEPTH=tiling.depth,
-        STAGES=tiling.stages,
-        num_warps=tiling.warps,
-        **options,
-    )
-    tiling = choose(rows, num_slots, hidden_size, hidden.dtype, hidden.device)
-    _down_kernel[(-(-hidden_size // tiling.columns), num_slots)](
-        gated,
-        *down[:4],
-        *plan,
-        weights,
-        out,
-        num_pairs,
-        num_choices=num_choices,
-        num_experts=num_experts,
-        inner_size=inner_size,
-        hidden_size=hidden_size,
-        num_groups=down.num_groups,
-        E2M1=down.is_e2m1,
-        ROWS=rows,
-        COLUMNS=tiling.columns,
-        DEPTH=tiling.depth,
-        STAGES=tiling.stages,
-        num_warps=tiling.warps,
-        **options,
-    )
-    return out
+    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_rows / 2); else x
+    is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_rows).
+    The weight's rows may be longer than those of x. Scales of MXFP4 are those of blocks, int32. clamps: of SwiGLU.
+    """
+    (num_experts, num_rows), depth, num_slots = weight.values.shape[:2], x.shape[1], len(plan.tile_experts)
+    choose = choose_tiling if weight.scales is None else _choose_int4_tiling
+    tiling = choose(plan.tile_size, num_slots, num_rows, x.dtype, x.device)
+    if weight.scales is None and weight.values.shape[2] != depth:
+        weight = weight._replace(values=weight.values[..., :depth].contiguous())
+    grid = (-(-num_rows // tiling.columns), num_slots)
+    options = {
+        "num_choices": pair_weights.shape[1],
+        "num_experts": num_experts,
+        "num_groups": weight.num_groups,
+        "E2M1": weight.is_e2m1,
+        "ROWS": plan.tile_size,
+        "COLUMNS": tiling.columns,
+        "DEPTH": tiling.depth,
+        "STAGES": tiling.stages,
+        "ASM": x.is_cuda,
+        "num_warps": tiling.warps,
+        **overlap_options(x.device),
+    }
+    tensors = x, *weight[:4], *plan.tensors
+    if is_gated:
+        sizes = {"hidden_size": depth, "inner_size": num_rows // 2}
+        limit, alpha = clamps or (0.0, 0.0)
+        _gate_up_kernel[grid](*tensors, out, x.stride(0), limit, alpha, pair_weights.numel(), **sizes, **options)
+    else:
+        sizes = {"hidden_size": num_rows, "inner_size": depth}
+        _down_kernel[grid](*tensors, pair_weights, out, pair_weights.numel(), **sizes, **options)
 
 
 def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:

@@ -16,7 +16,7 @@ from nanoinfer.ops.common.fp8_format import GROUP_SIZE
 from nanoinfer.ops.common.math import e4m3_scale, gated, to_e4m3
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.fp8.triton import scaled_tile_product
-from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
+from nanoinfer.ops.routing.triton import plan_tiles, row_of_result, tile_pairs, tile_rows
 
 MAX_ROWS = 64  # pairs in a tile; the sums of more do not fit into registers
 
@@ -134,7 +134,7 @@ def _down_kernel(
     is_pair = pair < num_pairs
     pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    out_row = (pair % num_choices).to(tl.int64) * (num_pairs // num_choices) + pair // num_choices
+    out_row = row_of_result(pair, num_pairs, num_choices)
     out_ptrs = out_ptr + out_row[None, :] * hidden_size + column[:, None]
     out_mask = is_pair[None, :] & (column < hidden_size)[:, None]
     dtype = out_ptr.dtype.element_ty
@@ -181,15 +181,14 @@ class Tiling(NamedTuple):
     down_warps: int
 
 
-def fp8_expert_mlp(x, x_scales, gate_up, gate_up_scales, down, down_scales, down_format, expert_ids, weights, dtype):
+def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights, dtype):
     num_tokens, num_choices = expert_ids.shape
-    num_experts, hidden_size, inner_size = down.shape
-    for name, tensor in (("gate_up", gate_up), ("down", down), ("expert_ids", expert_ids), ("weights", weights)):
-        assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
-    for name, tensor in (("gate_up_scales", gate_up_scales), ("down_scales", down_scales)):
+    num_experts, hidden_size, inner_size = down.values.shape
+    tensors = {"gate_up": gate_up.values, "down": down.values, "expert_ids": expert_ids, "weights": weights}
+    for name, tensor in {**tensors, "gate_up's scales": gate_up.scales, "down's scales": down.scales}.items():
         assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
     assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
-    assert gate_up_scales.dim() == 2 or inner_size % GROUP_SIZE == 0, f"the gate's {inner_size} rows end inside a block"
+    assert gate_up.scales.dim() == 2 or inner_size % GROUP_SIZE == 0, f"the gate's {inner_size} rows end inside a block"
     num_pairs = expert_ids.numel()
     gated = down_format.empty_rows(expert_ids.view(-1), inner_size)
     out = torch.empty(num_choices, num_tokens, hidden_size, dtype=dtype, device=x.device)
@@ -203,9 +202,8 @@ def fp8_expert_mlp(x, x_scales, gate_up, gate_up_scales, down, down_scales, down
     _gate_up_kernel[(-(-inner_size // GROUP_SIZE), num_slots)](
         x,
         x_scales,
-        gate_up,
-        gate_up_scales,
-        *plan,
+        *gate_up[:2],
+        *plan.tensors,
         gated.values,
         gated.scales,
         down_format.scale,
@@ -217,7 +215,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, gate_up_scales, down, down_scales, down
         hidden_size=hidden_size,
         inner_size=inner_size,
         X_GROUPS=x_scales.shape[1] > 1,
-        BLOCKS=gate_up_scales.dim() == 3,
+        BLOCKS=gate_up.scales.dim() == 3,
         DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
         GROUP=GROUP_SIZE,
         ROWS=rows,
@@ -228,9 +226,8 @@ def fp8_expert_mlp(x, x_scales, gate_up, gate_up_scales, down, down_scales, down
     _down_kernel[(-(-hidden_size // tiling.down_columns), num_slots)](
         gated.values,
         gated.scales,
-        down,
-        down_scales,
-        *plan,
+        *down[:2],
+        *plan.tensors,
         weights,
         out,
         gated.scales.stride(0),
@@ -240,7 +237,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, gate_up_scales, down, down_scales, down
         inner_size=inner_size,
         hidden_size=hidden_size,
         X_GROUPS=gated.scales.shape[1] > 1,
-        BLOCKS=down_scales.dim() == 3,
+        BLOCKS=down.scales.dim() == 3,
         GROUP=GROUP_SIZE,
         ROWS=rows,
         COLUMNS=tiling.down_columns,

@@ -94,7 +94,7 @@ def powers_of_2(scales: Tensor) -> Tensor:
 
 @op
 def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, is_e2m1: bool = False) -> Tensor:
-    """Return a weight whose groups are in order in `dtype`, (num_outputs, num_inputs)."""
+    """Return a weight whose groups are in order in `dtype`, (..., num_outputs, num_inputs)."""
     return dequantize(PackedWeight(numbers, scales, zeros, is_e2m1=is_e2m1)).to(dtype)
 
 

@@ -10,6 +10,8 @@ kernel of its own (`hopper.py`).
 - Each group is summed by itself and then multiplied by its scale, in float32. Powers of two multiply the weight.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -370,17 +372,18 @@ def few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
 
 
 def widen(numbers, scales, zeros, dtype, is_e2m1=False):
-    num_outputs, num_inputs = numbers.shape[0], numbers.shape[1] * 8
-    words_of_block = numbers.shape[1] & -numbers.shape[1] if numbers.shape[1] % WORDS.value else WORDS.value
-    out = numbers.new_empty((num_outputs, num_inputs), dtype=dtype)
-    _widen_kernel[(triton.cdiv(num_outputs, WIDE_COLUMNS), numbers.shape[1] // words_of_block)](
+    *outputs, num_words = numbers.shape
+    num_outputs, num_inputs = math.prod(outputs), num_words * 8
+    words_of_block = num_words & -num_words if num_words % WORDS.value else WORDS.value
+    out = numbers.new_empty((*outputs, num_inputs), dtype=dtype)
+    _widen_kernel[(triton.cdiv(num_outputs, WIDE_COLUMNS), num_words // words_of_block)](
         numbers,
         scales,
         zeros,
         out,
         num_outputs,
         num_inputs=num_inputs,
-        num_groups=scales.shape[1] if scales.dim() == 2 else 1,
+        num_groups=scales.shape[-1] if scales.dim() == numbers.dim() else 1,
         words_of_block=words_of_block,
         WORDS=words_of_block,
         COLUMNS=WIDE_COLUMNS,

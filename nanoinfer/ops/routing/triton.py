@@ -181,6 +181,12 @@ def tile_pairs(pairs_ptr, tile, num_pairs, ROWS: tl.constexpr):
     return tl.where(row == 0, tile, num_pairs) if pairs_ptr is None else tl.load(pairs_ptr + tile * ROWS + row)
 
 
+@triton.jit
+def row_of_result(pair, num_pairs, num_choices: tl.constexpr):
+    """Return the row of each pair's result, which lie by choice, then by token."""
+    return (pair % num_choices).to(tl.int64) * (num_pairs // num_choices) + pair // num_choices
+
+
 class TilePlan(NamedTuple):
     """Lists the pairs of a token and an expert by expert, in tiles of equal size."""
 
@@ -188,6 +194,12 @@ class TilePlan(NamedTuple):
     pairs: Tensor | None
     tile_experts: Tensor  # (max_tiles,) int32: the expert of each tile; num_experts for pairs without an expert
     num_tiles: Tensor | None  # (1,) int32: what lies beyond is undefined. None: there are max_tiles.
+    tile_size: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """What kernels are given."""
+        return self.pairs, self.tile_experts, self.num_tiles
 
 
 def route(terms, num_experts_per_tok, norm_topk_prob, row_mask=None, bias=None):
@@ -254,9 +266,10 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
     """Sort all pairs by expert into tiles. expert_ids: as `route` returns them, contiguous."""
     num_pairs = expert_ids.numel()
     if len(expert_ids) == 1:  # the experts of one token differ, so nothing needs to be sorted
-        return TilePlan(None, expert_ids.view(-1), None)
+        return TilePlan(None, expert_ids.view(-1), None, tile_size)
     num_slots = max_tiles(num_pairs, num_experts, tile_size)
-    plan = TilePlan(*(expert_ids.new_empty(size) for size in (num_slots * tile_size, num_slots, 1)))
+    pairs, tile_experts, num_tiles = (expert_ids.new_empty(size) for size in (num_slots * tile_size, num_slots, 1))
+    plan = TilePlan(pairs, tile_experts, num_tiles, tile_size)
     num_segments = -(-num_pairs // SEGMENT)
     bins = max(MIN_BINS, next_power_of_2(num_experts))
     counts = expert_ids.new_empty(num_segments, bins) if num_segments > 1 else None
@@ -273,7 +286,7 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
     _plan_kernel[(num_experts + 1, num_segments)](
         expert_ids,
         counts,
-        *plan,
+        *plan.tensors,
         num_pairs,
         TILE=tile_size,
         SEGMENTS=next_power_of_2(num_segments),

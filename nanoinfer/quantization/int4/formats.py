@@ -27,7 +27,7 @@ from nanoinfer.checkpoint.quantization_config import (
     unsupported,
 )
 from nanoinfer.errors import ModelError
-from nanoinfer.ops.int4.spec import PACKED, ZERO, PackedWeight, block_size, pack, powers_of_2, unpack
+from nanoinfer.ops.int4.spec import PACKED, ZERO, unpack
 
 Format = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Reader = Callable[[Tensor], Tensor]
@@ -244,21 +244,6 @@ def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None
         "scales": (SCALES, lambda x: _scales(x).T),
         "g_idx": (GROUPS, _integers),
     }
-
-
-def read_mxfp4(blocks: Tensor, scales: Tensor) -> PackedWeight:
-    """Return a weight of MXFP4. blocks: (..., num_outputs, num_groups, 16) uint8; scales: (..., num_groups) uint8.
-
-    Raises ModelError for tensors of other kinds or shapes.
-    """
-    is_pair = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape[:-1] == scales.shape
-    if not is_pair or blocks.dim() < 3 or blocks.shape[-1] != 16:
-        raise ModelError(
-            f"the blocks have {blocks.dtype} and shape {tuple(blocks.shape)}, the scales {scales.dtype} and "
-            f"{tuple(scales.shape)}; MXFP4 has uint8, (..., groups, 16) and (..., groups)"
-        )
-    numbers = mxfp4_numbers(blocks)
-    return PackedWeight(pack(numbers, block_size(numbers.shape[-1])), powers_of_2(scales), is_e2m1=True)
 
 
 def mxfp4_numbers(blocks: Tensor) -> Tensor:

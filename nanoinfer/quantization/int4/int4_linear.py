@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
-from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.fp8_format import Activations
@@ -32,12 +31,11 @@ from nanoinfer.ops.int4.spec import (
     widen,
 )
 from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, readers
-from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, stored
+from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, hold_scales, stored
 
 STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely
 MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which a weight is read in 4 bits; for more it is widened first
 MIN_BLOCKS = 8  # that a program sums up where several share a sum
-MAX_EXPERT_ROWS = 64  # of a tile
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 # By format and tensor: what a quantization_config says where there are zero points other than 8, or an order of inputs.
 OF_GPTQ = {ZEROS: {"sym": False}, GROUPS: {"desc_act": True}}
@@ -87,11 +85,7 @@ class Int4LinearMethod(LinearMethod):
         with layer.weight.device:
             layer.weight = stored(self._empty(experts, packed, num_outputs, num_inputs, torch.int32), packed)
             scales = self._empty(experts, grouped, num_outputs, num_inputs, torch.float32)
-            if self.config.checkpoint_format is None:  # no tensor of the checkpoint fills them
-                scales.spec = grouped  # type: ignore[attr-defined]
-                layer.register_buffer(SCALES, scales)
-                return
-            setattr(layer, SCALES, stored(scales, grouped))
+            hold_scales(layer, SCALES, scales, grouped, self.config.checkpoint_format is not None)
             if self.config.has_zeros:
                 setattr(layer, ZEROS, stored(torch.empty_like(scales, dtype=torch.uint8), grouped))
             if self.config.orders_inputs:
@@ -111,11 +105,7 @@ class Int4LinearMethod(LinearMethod):
         weight = self.packed(layer)
         if weight.groups is not None:
             return dequantize(weight).to(self.dtype)
-        numbers, scales, zeros = weight[:3]
-        if numbers.dim() == 2:
-            return widen(numbers, scales, zeros, self.dtype)
-        zeros = None if zeros is None else zeros.flatten(0, 1)  # all experts' outputs are those of one weight
-        return widen(numbers.flatten(0, 1), scales.flatten(0, 1), zeros, self.dtype).unflatten(0, numbers.shape[:2])
+        return widen(*weight[:3], self.dtype)
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         if not self.readers:
@@ -228,19 +218,11 @@ class Int4LinearMethod(LinearMethod):
             return self._few_rows_product(layer, x, is_split=True)
         return self.apply(layer, x, bias).unsqueeze(0)
 
-    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
-        x = cast(Tensor, x)
-        parts = [(layer.quant_method, layer.quant_method.packed(layer)) for layer in (gate_up, down)]
-        has_kernel = x.is_cuda and x.dtype != torch.float32 and not import_error("triton")
-        if not has_kernel or any(method.block != BLOCK or packed.groups is not None for method, packed in parts):
-            return None
-        from nanoinfer.ops.experts.triton import int4_expert_mlp
-        from nanoinfer.ops.routing.triton import tile_rows
-
-        if tile_rows(expert_ids.numel(), len(gate_up.weight), x.dtype) > MAX_EXPERT_ROWS:
-            return None  # widening the weights costs less than reading them for each tile
-        first, second = (ExpertWeights(*packed[:3]) for _, packed in parts)
-        return int4_expert_mlp(x, first, second, expert_ids, weights)
+    def expert_weights(self, layer: Any) -> ExpertWeights:
+        packed = self.packed(layer)
+        if packed.groups is not None:  # no kernel reads inputs in another order
+            return super().expert_weights(layer)
+        return ExpertWeights(*packed[:3], bias=layer.bias)
 
     def _few_rows_product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""

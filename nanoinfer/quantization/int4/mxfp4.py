@@ -1,7 +1,7 @@
 """Experts in MXFP4, as gpt-oss has them: values of e2m1, and a power of two for each 32 inputs of an output."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.quantization_config import QuantizationConfig, refuse_the_rest
-from nanoinfer.device import import_error
 from nanoinfer.errors import ModelError
-from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
@@ -106,16 +104,5 @@ class Mxfp4Method(LinearMethod):
         exponent = torch.tensor(std / STD_OF_VALUES).log2().round().int() + 127
         getattr(layer, SCALES).fill_(int(exponent))
 
-    def expert_mlp(self, gate_up: Any, down: Any, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Do as elsewhere, with biases and the clamped SwiGLU."""
-        x = cast(Tensor, x)
-        if not x.is_cuda or x.dtype == torch.float32 or import_error("triton"):
-            return None
-        from nanoinfer.ops.experts.triton import mxfp4_expert_mlp
-
-        first, second = (
-            ExpertWeights(layer.weight, getattr(layer, SCALES), bias=layer.bias, is_e2m1=True)
-            for layer in (gate_up, down)
-        )
-        options = down.quant_method.num_inputs, expert_ids, weights, gate_up.clamps
-        return mxfp4_expert_mlp(x, first, second, *options)
+    def expert_weights(self, layer: Any) -> ExpertWeights:
+        return ExpertWeights(layer.weight, getattr(layer, SCALES), bias=layer.bias, is_e2m1=True)
