@@ -19,8 +19,8 @@ from nanoinfer.bench.throughput import describe_machine
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import select_backend
-from nanoinfer.layers.attention.kv_quantization import num_cache_bytes
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, SharedPrefixes
+from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache, num_cache_bytes
+from nanoinfer.layers.attention.metadata import DecodeMetadata, SharedPrefixes
 from nanoinfer.ops.kv_cache.spec import quantize_vectors
 
 DTYPE = torch.bfloat16

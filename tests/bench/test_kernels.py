@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from nanoinfer.bench import kernels
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, tensors_of_cache
-from nanoinfer.layers.attention.metadata import LayerCache
+from nanoinfer.layers.attention.kv_cache import LayerCache, num_cache_bytes, tensors_of_cache
 
 pytest.importorskip("triton")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ConfigError, ModelError
-from nanoinfer.layers.linear_attention.recurrent_states import LayerStates
+from nanoinfer.layers.recurrent_states import LayerStates
 from nanoinfer.models import REGISTRY
 from nanoinfer.ops.delta_rule import spec
 from tests.models.test_architectures import (
