@@ -22,8 +22,8 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import select_backend
-from nanoinfer.layers.attention.kv_quantization import num_cache_bytes
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, PrefillMetadata, SharedPrefixes
+from nanoinfer.layers.attention.kv_cache import KVCache, num_cache_bytes
+from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.ops.activations.spec import silu_and_mul

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.attention.attention_layer import Attention
+from nanoinfer.layers.attention.attention_layer import Attention, AttentionSinks
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
-from nanoinfer.layers.attention.sinks import AttentionSinks
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings

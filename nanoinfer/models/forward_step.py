@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanoinfer.layers.attention.metadata import KVCache, Metadata
-from nanoinfer.layers.linear_attention.recurrent_states import RecurrentStates
+from nanoinfer.layers.attention.kv_cache import KVCache
+from nanoinfer.layers.attention.metadata import Metadata
+from nanoinfer.layers.recurrent_states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.gated_delta_net import GatedDeltaNet
 from nanoinfer.layers.linear import PartialSum
-from nanoinfer.layers.linear_attention.linear_attention_layer import GatedDeltaNet
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.common.fp8_format import Activations
 

@@ -10,9 +10,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import zeros
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
+from nanoinfer.layers.attention.kv_cache import KVCache, num_cache_bytes, tensors_of_cache
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
-from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, tensors_of_cache
-from nanoinfer.layers.attention.metadata import KVCache
 
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
 GIB = 2**30

@@ -14,10 +14,10 @@ from nanoinfer.device import num_step_threads, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.kv_cache import KVCache, is_8_bit, select_kv_cache_dtype
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
-from nanoinfer.layers.attention.kv_quantization import is_8_bit, select_kv_cache_dtype
-from nanoinfer.layers.attention.metadata import KVCache, PrefillMetadata
-from nanoinfer.layers.linear_attention.recurrent_states import StateShape
+from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.layers.recurrent_states import StateShape
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.packet import Header, PacketSections, column
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
-    KVCache,
     PrefillMetadata,
     SharedPrefixes,
     cumulative_lens,
     ragged_indices,
 )
-from nanoinfer.layers.linear_attention.recurrent_states import RecurrentStates
+from nanoinfer.layers.recurrent_states import RecurrentStates
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.block_tables.spec import read_rows, slots_of
 

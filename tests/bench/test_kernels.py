@@ -14,8 +14,7 @@ from nanoinfer.__main__ import main
 from nanoinfer.bench import kernels
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.kv_quantization import num_cache_bytes, tensors_of_cache
-from nanoinfer.layers.attention.metadata import KVCache
+from nanoinfer.layers.attention.kv_cache import KVCache, num_cache_bytes, tensors_of_cache
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.moe import Experts
 from nanoinfer.ops.common.fp8_format import QuantizedRows

@@ -15,7 +15,8 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.engine.token_masks import RowMasks
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache, SharedPrefixes
+from nanoinfer.layers.attention.kv_cache import LayerCache
+from nanoinfer.layers.attention.metadata import DecodeMetadata, SharedPrefixes
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.block_tables.spec import copy_tokens, read_rows

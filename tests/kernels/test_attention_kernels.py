@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
-from nanoinfer.layers.attention.metadata import DecodeMetadata, LayerCache
+from nanoinfer.layers.attention.kv_cache import LayerCache
+from nanoinfer.layers.attention.metadata import DecodeMetadata
 from tests.attention_cases import (
     DECODE_CASES,
     FP8,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.kv_quantization import (
+from nanoinfer.layers.attention.kv_cache import (
     num_cache_bytes,
     select_kv_cache_dtype,
     tensors_of_cache,

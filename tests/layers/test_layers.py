@@ -18,7 +18,8 @@ from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, PrefillMetadata, ragged_indices
+from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import (

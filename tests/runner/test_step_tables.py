@@ -6,7 +6,8 @@ from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import Header
-from nanoinfer.layers.attention.metadata import KVCache, SharedPrefixes
+from nanoinfer.layers.attention.kv_cache import KVCache
+from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 

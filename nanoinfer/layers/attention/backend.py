@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention.metadata import DecodeMetadata, KVCache, LayerCache, MetadataT, PrefillMetadata
+from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.spec import decode_attention
 from nanoinfer.ops.prefill_attention.spec import causal_attention, full_attention, gather_context
 

@@ -8,7 +8,8 @@ from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.chunked import ChunkedBackend
-from nanoinfer.layers.attention.metadata import KVCache, MetadataT
+from nanoinfer.layers.attention.kv_cache import KVCache
+from nanoinfer.layers.attention.metadata import MetadataT
 
 FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
 MAX_HEAD_DIM = 256

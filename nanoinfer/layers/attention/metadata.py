@@ -1,6 +1,6 @@
-"""The KV cache, and the metadata by which a forward pass finds its keys and values in it.
+"""The metadata by which a forward pass finds its keys and values in the KV cache.
 
-Both travel as arguments from the runner down to attention. Nothing is read from a global.
+Cache and metadata travel as arguments from the runner down to attention. Nothing is read from a global.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -9,66 +9,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-from nanoinfer.ops.block_tables.spec import copy_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim).
-
-    A cache in 8 bits also has their scales, each (num_blocks, num_kv_heads, block_size) float32, which they are to be
-    multiplied by: see `kv_quantization.py`.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scales: Tensor | None = None
-    v_scales: Tensor | None = None
-
-    @property
-    def in_8_bits(self) -> bool:
-        return self.k_scales is not None
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Holds all layers' keys and values, and the scales of a cache in 8 bits: those of LayerCache, by layer."""
-
-    k: Tensor
-    v: Tensor
-    k_scales: Tensor | None = None
-    v_scales: Tensor | None = None
-
-    @property
-    def in_8_bits(self) -> bool:
-        return self.k_scales is not None
-
-    @property
-    def num_blocks(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def block_size(self) -> int:
-        return self.k.shape[3]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (self.k, self.v, self.k_scales, self.v_scales) if x is not None)
-
-    def layer(self, index: int) -> LayerCache:
-        k_scales = None if self.k_scales is None else self.k_scales[index]
-        v_scales = None if self.v_scales is None else self.v_scales[index]
-        return LayerCache(self.k[index], self.v[index], k_scales, v_scales)
-
-    def copy_blocks(self, copies: Tensor) -> None:
-        """Copy the keys and values of a block's first tokens to other blocks, where a prompt parts from a cached one.
-
-        copies: (num_copies, 3), as `BlockCopy`.
-        """
-        for tensor in (self.k, self.v, self.k_scales, self.v_scales):
-            if tensor is not None:
-                copy_tokens(tensor, copies)
 
 
 def cumulative_lens(lens: Tensor) -> Tensor:

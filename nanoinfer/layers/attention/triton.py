@@ -7,15 +7,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.metadata import (
-    DecodeMetadata,
-    DecodePlan,
-    KVCache,
-    LayerCache,
-    MetadataT,
-    PrefillMetadata,
-    TileList,
-)
+from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.metadata import DecodeMetadata, DecodePlan, MetadataT, PrefillMetadata, TileList
 from nanoinfer.ops.decode_attention.triton import (
     has_large_tiles,
     max_prefix_group_rows,
