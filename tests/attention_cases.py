@@ -1,4 +1,4 @@
-"""Steps over a paged cache for the tests of attention on any device: the cases, and what the twin of all backends says.
+"""Steps over a paged cache for the tests of attention on any device: the cases, and what their specification says.
 
 Blocks lie in the cache in random order. The cache is NaN wherever no context lies, and queries are cut out of wider
 rows, as those of a packed QKV product are.
@@ -66,7 +66,7 @@ class Step:
             return backend.prefill(self.q, self.k, self.v, cache, metadata, self.sinks)
         return backend.decode(self.q, cache, metadata, self.sinks)
 
-    def run_twin(self) -> Tensor:
+    def run_specification(self) -> Tensor:
         """What plain PyTorch says in float32. It reads all keys for each row, whatever rows share."""
         cache = self.cache
         if not cache.in_8_bits:
@@ -74,9 +74,9 @@ class Step:
         wide = replace(self, q=self.q.float(), k=self.k.float(), v=self.v.float(), cache=cache)
         return wide.run(TorchBackend(self.spec))
 
-    def assert_equals_twin(self, backend: AttentionBackend) -> Tensor:
+    def assert_equals_specification(self, backend: AttentionBackend) -> Tensor:
         """Compare all rows that have a context; return the backend's result."""
-        actual, expected = self.run(backend), self.run_twin()
+        actual, expected = self.run(backend), self.run_specification()
         assert actual.dtype == self.q.dtype
         assert actual.shape == self.q.shape
         if isinstance(self.metadata, DecodeMetadata):

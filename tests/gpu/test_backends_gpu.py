@@ -50,7 +50,7 @@ def test_prefill_equals_plain_attention(
 ) -> None:
     layer = Layer(4, head_dim, block_size=BLOCK_SIZE, window=window, dtype=BF16, device="cuda")
     step = random_step(layer, context_lens, query_lens)
-    step.assert_equals_twin(make_backend(name, layer.spec))
+    step.assert_equals_specification(make_backend(name, layer.spec))
 
 
 @SIZES
@@ -59,7 +59,7 @@ def test_decode_equals_plain_attention(name: str, head_dim: int, window: int | N
     """The last row is padding."""
     layer = Layer(4, head_dim, block_size=BLOCK_SIZE, window=window, dtype=BF16, device="cuda")
     step = random_step(layer, [1, 255, 256, 257, 1500, 0])
-    step.assert_equals_twin(make_backend(name, layer.spec))
+    step.assert_equals_specification(make_backend(name, layer.spec))
 
 
 def test_flash_attn_serves_full_attention_where_it_is_installed() -> None:

@@ -302,7 +302,7 @@ def triton_backend(spec: AttentionSpec) -> AttentionBackend:
 
 def assert_attention_equals_its_twin(step: Step) -> Tensor:
     """The kernels' result; rows without a context are zero."""
-    out = step.assert_equals_twin(triton_backend(step.spec))
+    out = step.assert_equals_specification(triton_backend(step.spec))
     if isinstance(step.metadata, DecodeMetadata):
         assert not out[step.metadata.context_lens == 0].any()
     return out
@@ -362,7 +362,7 @@ def test_hoppers_own_prefill_equals_its_twin(
         ([40] * 300, [40] * 300),
     ]:
         step = random_step(layer, context_lens, query_lens)
-        assert torch.equal(step.assert_equals_twin(backend), step.run(backend)), "equal steps give equal bits"
+        assert torch.equal(step.assert_equals_specification(backend), step.run(backend)), "equal steps give equal bits"
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -467,7 +467,7 @@ def test_a_captured_step_reads_other_groups_when_it_is_replayed(group_size: int)
             to[: len(origin)].copy_(origin)
         graph.replay()
         has_context = step.metadata.context_lens > 0
-        assert_close(out[has_context], step.run_twin()[has_context])
+        assert_close(out[has_context], step.run_specification()[has_context])
         assert not out[~has_context].any()
 
 

@@ -1,4 +1,4 @@
-"""A KV cache in 8 bits on the GPU: kernels at realistic sizes against their twins, and the engine over them."""
+"""A KV cache in 8 bits on the GPU: kernels at realistic sizes against specifications, and the engine over them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,11 +34,11 @@ def on_gpu(cache_dtype: torch.dtype, group_size: int = 2, head_dim: int = 128, n
     return Layer(group_size, head_dim, num_kv_heads, 256, cache_dtype=cache_dtype, dtype=torch.bfloat16, device="cuda")
 
 
-def assert_equals_twin(step: Step) -> None:
+def assert_equals_specification(step: Step) -> None:
     from nanoinfer.layers.attention.triton import TritonBackend
 
     backend = TritonBackend(step.spec)
-    out = step.assert_equals_twin(backend)
+    out = step.assert_equals_specification(backend)
     assert torch.equal(step.run(backend), out), "equal steps give equal bits"
     if isinstance(step.metadata, DecodeMetadata):
         assert not out[step.metadata.context_lens == 0].any()
@@ -54,7 +54,7 @@ def assert_equals_twin(step: Step) -> None:
     ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
     [(16, 8, 128, 128), (32, 8, 128, 96), (8, 2, 64, 64), (9, 3, 80, 80), (3, 1, 256, 256), (2, 1, 100, 100)],
 )
-def test_keys_and_values_are_written_as_the_twin_rounds_them(
+def test_keys_and_values_are_written_as_the_specification_rounds_them(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -120,25 +120,25 @@ def test_slots_past_two_to_the_31_elements_are_reached(cache_dtype: torch.dtype)
         *((80, 64), (96, 4), (256, 2), (256, 8), (256, 32), (256, 64)),
     ],
 )
-def test_decode_and_prefill_of_any_sizes_equal_their_twin(
+def test_decode_and_prefill_of_any_sizes_equal_their_specification(
     cache_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, group_size: int, window: int | None
 ) -> None:
     layer = replace(on_gpu(cache_dtype, group_size, head_dim, 2), dtype=dtype, window=window)
     for block_size in (16, 48, 256):
         lens = [0, 1, 15, 17, block_size - 1, block_size, block_size + 1, 129, 2100]
         sized = replace(layer, block_size=block_size)
-        assert_equals_twin(random_step(sized, lens))
-        assert_equals_twin(random_step(sized, lens[1:], [max(1, length // 3) for length in lens[1:]]))
+        assert_equals_specification(random_step(sized, lens))
+        assert_equals_specification(random_step(sized, lens[1:], [max(1, length // 3) for length in lens[1:]]))
 
 
 @CACHE_DTYPES
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize(("num_rows", "longest"), [(1, 32_000), (16, 4096), (256, 2048)])
-def test_contexts_cut_between_programs_equal_their_twin(
+def test_contexts_cut_between_programs_equal_their_specification(
     cache_dtype: torch.dtype, num_rows: int, longest: int, group_size: int
 ) -> None:
     context_lens = torch.randint(0, longest, (num_rows,), generator=torch.Generator().manual_seed(0)).tolist()
-    assert_equals_twin(random_step(on_gpu(cache_dtype, group_size), [*context_lens[:-1], longest]))
+    assert_equals_specification(random_step(on_gpu(cache_dtype, group_size), [*context_lens[:-1], longest]))
 
 
 @CACHE_DTYPES
@@ -156,20 +156,20 @@ def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
     step = random_step(layer, context_lens, prefix_groups=[PrefixGroup(0, 250, 8)])
     assert isinstance(step.metadata, DecodeMetadata)
     step.metadata = replace(step.metadata, shared_prefixes=shared_prefixes(groups, 256, "cuda"))
-    assert_equals_twin(step)
+    assert_equals_specification(step)
 
 
 @CACHE_DTYPES
 @pytest.mark.parametrize("group_size", [2, 5])
-def test_a_long_prefill_equals_its_twin(cache_dtype: torch.dtype, group_size: int) -> None:
-    assert_equals_twin(random_step(on_gpu(cache_dtype, group_size), [3000, 5000, 4096], [3000, 700, 1]))
+def test_a_long_prefill_equals_its_specification(cache_dtype: torch.dtype, group_size: int) -> None:
+    assert_equals_specification(random_step(on_gpu(cache_dtype, group_size), [3000, 5000, 4096], [3000, 700, 1]))
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @CACHE_DTYPES
 @SIXTEEN_BITS
 @pytest.mark.parametrize(("group_size", "head_dim"), [(1, 64), (2, 128), (8, 128)])
-def test_prefill_over_widened_blocks_equals_its_twin(
+def test_prefill_over_widened_blocks_equals_its_specification(
     cache_dtype: torch.dtype, dtype: torch.dtype, group_size: int, head_dim: int
 ) -> None:
     from nanoinfer.layers.attention.triton import TritonBackend
@@ -177,7 +177,7 @@ def test_prefill_over_widened_blocks_equals_its_twin(
     layer = replace(on_gpu(cache_dtype, group_size, head_dim), dtype=dtype)
     step = random_step(layer, [3000, 5000, 4096], [3000, 700, 1])
     backend = TritonBackend(step.spec, has_hopper_kernel=True)
-    out = step.assert_equals_twin(backend)
+    out = step.assert_equals_specification(backend)
     assert torch.equal(step.run(backend), out), "equal steps give equal bits"
 
 

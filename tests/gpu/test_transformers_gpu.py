@@ -180,5 +180,5 @@ def test_an_encoder_embeds_as_transformers_does(architecture: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("changes", CASES, ids=str)
-def test_the_compiled_kernel_writes_keys_and_values_where_its_twin_does(changes: dict) -> None:
-    Write(**{**changes, "device": "cuda"}).assert_kernel_equals_twin()
+def test_the_compiled_kernel_writes_keys_and_values_where_its_specification_does(changes: dict) -> None:
+    Write(**{**changes, "device": "cuda"}).assert_kernel_equals_specification()

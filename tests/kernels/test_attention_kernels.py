@@ -54,33 +54,35 @@ def eight_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 4)
 
 
-def assert_equals_twin(case: Case, **changes: object) -> Tensor:
+def assert_equals_specification(case: Case, **changes: object) -> Tensor:
     step = case.step(**changes)
-    return step.assert_equals_twin(TritonBackend(step.spec))
+    return step.assert_equals_specification(TritonBackend(step.spec))
 
 
 # --- prefill ---
 
 
 @pytest.mark.parametrize("name", PREFILL_CASES)
-def test_prefill_equals_its_twin(name: str) -> None:
-    assert_equals_twin(PREFILL_CASES[name])
+def test_prefill_equals_its_specification(name: str) -> None:
+    assert_equals_specification(PREFILL_CASES[name])
 
 
-def test_prefill_in_16_bits_equals_its_twin() -> None:
-    assert_equals_twin(PREFILL_CASES["groups of 4, head_dim 128"], dtype=torch.float16)
+def test_prefill_in_16_bits_equals_its_specification() -> None:
+    assert_equals_specification(PREFILL_CASES["groups of 4, head_dim 128"], dtype=torch.float16)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_prefill_with_less_shared_memory_equals_its_twin(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_with_less_shared_memory_equals_its_specification(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefill_kernels, "has_large_shared_memory", lambda device: False)
-    assert_equals_twin(Case(Layer(1, head_dim, 1, block_size=256, window=50), (300, 40), (40, 40)))
+    assert_equals_specification(Case(Layer(1, head_dim, 1, block_size=256, window=50), (300, 40), (40, 40)))
 
 
 def test_prefill_survives_scores_that_overflow_a_naive_softmax() -> None:
     step = random_step(Layer(), [40], [40])
     step.q *= 1000
-    actual, expected = step.run(TritonBackend(step.spec)), step.run_twin()
+    actual, expected = step.run(TritonBackend(step.spec)), step.run_specification()
     # Scores of thousands are rounded to 1e-4, so weights differ by as much where a CPU adds up in another order.
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-3)
 
@@ -90,7 +92,7 @@ def test_a_soft_cap_holds_scores_however_large_they_are(query_lens: list[int] | 
     """Scores of thousands, which would leave one key all the weight, become 2 and -2."""
     step = random_step(Layer(soft_cap=2.0), [40], query_lens)
     step.q *= 1000
-    last = step.assert_equals_twin(TritonBackend(step.spec))[-1]
+    last = step.assert_equals_specification(TritonBackend(step.spec))[-1]
     assert last.abs().amax() < 0.5 * step.cache.v.nan_to_num().abs().amax()
 
 
@@ -125,14 +127,14 @@ def test_a_plan_of_prefill_begins_with_the_longest_contexts() -> None:
 
 
 @pytest.mark.parametrize("name", DECODE_CASES)
-def test_decode_equals_its_twin(name: str) -> None:
-    out = assert_equals_twin(DECODE_CASES[name])
+def test_decode_equals_its_specification(name: str) -> None:
+    out = assert_equals_specification(DECODE_CASES[name])
     is_empty = torch.tensor(DECODE_CASES[name].context_lens) == 0
     assert not out[is_empty].any(), "a row without context is zero"
 
 
-def test_decode_in_16_bits_equals_its_twin() -> None:
-    assert_equals_twin(DECODE_CASES["edges of blocks of 48"], dtype=torch.float16)
+def test_decode_in_16_bits_equals_its_specification() -> None:
+    assert_equals_specification(DECODE_CASES["edges of blocks of 48"], dtype=torch.float16)
 
 
 def test_decode_of_padding_alone_is_zero() -> None:
@@ -159,7 +161,7 @@ def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
 def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(num_kv_heads: int) -> None:
     """7 tiles of 32 tokens, and eight programs, two programs or one for each head."""
-    assert_equals_twin(Case(Layer(num_kv_heads=num_kv_heads, block_size=32), (96, 33, 0, 1)))
+    assert_equals_specification(Case(Layer(num_kv_heads=num_kv_heads, block_size=32), (96, 33, 0, 1)))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
@@ -230,11 +232,11 @@ def test_a_plan_of_groups_has_no_tiles_for_rows_that_begin_none() -> None:
 def test_rows_that_read_a_prefix_together_get_what_each_gets_alone(name: str) -> None:
     case = SHARED_CASES[name]
     is_padding = torch.tensor(case.context_lens) == 0
-    assert not assert_equals_twin(case)[is_padding].any()
+    assert not assert_equals_specification(case)[is_padding].any()
 
 
-def test_a_prefix_read_together_in_16_bits_equals_the_twin() -> None:
-    assert_equals_twin(SHARED_CASES["two groups of rows, groups of 2"], dtype=torch.float16)
+def test_a_prefix_read_together_in_16_bits_equals_the_specification() -> None:
+    assert_equals_specification(SHARED_CASES["two groups of rows, groups of 2"], dtype=torch.float16)
 
 
 def test_the_largest_groups_have_64_queries() -> None:
@@ -265,7 +267,7 @@ def test_a_row_of_nan_spoils_no_other_row_of_its_group() -> None:
 def test_windowed_layers_read_each_row_for_itself_and_ignore_groups() -> None:
     case = Case(Layer(num_kv_heads=1, window=20), (40, 33, 50), prefix_groups=(PrefixGroup(0, 3, 2),))
     assert TritonBackend(case.layer.spec).max_prefix_group_rows == 0
-    assert_equals_twin(case)
+    assert_equals_specification(case)
 
 
 # --- any step ---
@@ -293,18 +295,18 @@ layers = st.builds(
 
 @settings(max_examples=15, deadline=None)
 @given(layer=layers, lens=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60)), min_size=1, max_size=4))
-def test_any_prefill_equals_its_twin(layer: Layer, lens: list[tuple[int, int]]) -> None:
+def test_any_prefill_equals_its_specification(layer: Layer, lens: list[tuple[int, int]]) -> None:
     """Chunks of (cached tokens, new tokens)."""
     step = random_step(layer, [cached + new for cached, new in lens], [new for _, new in lens])
-    step.assert_equals_twin(TritonBackend(step.spec))
+    step.assert_equals_specification(TritonBackend(step.spec))
 
 
 @settings(max_examples=12, deadline=None)
 @given(layer=layers, context_lens=st.lists(st.integers(0, 110), min_size=1, max_size=6), size=st.integers(1, 4))
-def test_any_decode_equals_its_twin(layer: Layer, context_lens: list[int], size: int) -> None:
+def test_any_decode_equals_its_specification(layer: Layer, context_lens: list[int], size: int) -> None:
     step = random_step(layer, context_lens)
     has_context = torch.tensor(context_lens) > 0
-    assert_close(run_on(size, step)[has_context], step.run_twin()[has_context])
+    assert_close(run_on(size, step)[has_context], step.run_specification()[has_context])
 
 
 families = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(1, 40), min_size=1, max_size=4)), max_size=3)
@@ -323,7 +325,7 @@ def test_rows_that_leave_their_groups_change_no_result(
         context_lens += [num_blocks * layer.block_size + length for length in own_lens]
     num_rows = len(context_lens)
     step = random_step(replace(layer, window=None), context_lens + [0] * max(num_padding, num_rows == 0), None, groups)
-    expected = step.run_twin()[:num_rows]
+    expected = step.run_specification()[:num_rows]
     assert_close(run_on(size, step)[:num_rows], expected)
 
     staying = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))

@@ -1,4 +1,4 @@
-"""Writing a KV cache in 8 bits, and widening it, in Triton's interpreter, against the twins.
+"""Writing a KV cache in 8 bits, and widening it, in Triton's interpreter, against the specifications.
 
 Reading: test_attention_kernels.py.
 """
@@ -68,12 +68,12 @@ class Write:
         qkv = qkv.clone()
         return function(qkv, weights, 1e-5, positions, table, k, v, slots, k_scales, v_scales), cache
 
-    def assert_kernel_equals_twin(self, qkv: Tensor | None = None) -> LayerCache:
+    def assert_kernel_equals_specification(self, qkv: Tensor | None = None) -> LayerCache:
         """Compare the caches bit by bit, given the same keys and values: these may differ in their last bit."""
         qkv = self.qkv() if qkv is None else qkv
         (q, k, v), cache = self.run(kernels.norm_rope_store, qkv)
-        twin, _ = self.run(spec.norm_rope_store, qkv)
-        for ours, expected in zip((q, k, v), twin, strict=True):
+        specification, _ = self.run(spec.norm_rope_store, qkv)
+        for ours, expected in zip((q, k, v), specification, strict=True):
             eps = 4 * torch.finfo(self.dtype).eps
             torch.testing.assert_close(ours, expected, rtol=eps, atol=eps, equal_nan=True)
         kept = [token for token, slot in enumerate(self.slots) if slot >= 0]
@@ -104,19 +104,19 @@ class Write:
     ],
     ids=str,
 )
-def test_keys_and_values_are_rounded_as_by_the_twin(dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    replace(Write(dtype), **changes).assert_kernel_equals_twin()
+def test_keys_and_values_are_rounded_as_by_the_specification(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    replace(Write(dtype), **changes).assert_kernel_equals_specification()
 
 
 @FORMATS
-def test_zeros_and_outliers_are_rounded_as_by_the_twin(dtype: torch.dtype) -> None:
+def test_zeros_and_outliers_are_rounded_as_by_the_specification(dtype: torch.dtype) -> None:
     step = Write(dtype, has_norms=False)
     heads = step.qkv().view(8, 8, 64)
     heads[0, 4:] = 0
     heads[2, :, 9] = 3000.0
     heads[3, 6:] = 1e-41
     heads[4, 6:] = 3e38
-    cache = step.assert_kernel_equals_twin(heads.view(8, -1))
+    cache = step.assert_kernel_equals_specification(heads.view(8, -1))
     assert cache.k_scales is not None
     assert not cache.k_scales[2, :, 1].any(), "slot 33"
 
@@ -128,7 +128,7 @@ def test_nan_and_infinity_spoil_their_own_vector_alone(dtype: torch.dtype, bad: 
     heads = step.qkv().view(8, 8, 64)
     heads[0, 7, 40] = bad  # the second KV head's value of the token in slot 33
     heads[2, 4, 3] = bad  # the first KV head's key of the one in slot 0
-    cache = step.assert_kernel_equals_twin(heads.view(8, -1))
+    cache = step.assert_kernel_equals_specification(heads.view(8, -1))
     assert cache.k_scales is not None
     assert cache.v_scales is not None
     assert cache.v_scales.isnan().nonzero().tolist() == [[2, 1, 1]]
@@ -147,7 +147,7 @@ def test_small_values_keep_their_digits_in_float16(dtype: torch.dtype) -> None:
         values = (step.cache.v.float() / 127 * 1e-3).unbind()
         v, scales = quantize_vectors(torch.stack(values), dtype)
         step.cache = replace(step.cache, v=v, v_scales=torch.where(step.cache.v_scales.isnan(), torch.nan, scales))
-        actual, expected = step.run(TritonBackend(step.spec)).float(), step.run_twin()
+        actual, expected = step.run(TritonBackend(step.spec)).float(), step.run_specification()
         assert (actual - expected).abs().max() < 4e-3 * expected.abs().max()
 
 
@@ -179,7 +179,7 @@ def test_a_token_of_nan_spoils_its_own_sequence_alone(dtype: torch.dtype, query_
 @loops_are_interpreted
 @FORMATS
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_blocks_are_widened_as_by_the_twin(dtype: torch.dtype, head_dim: int) -> None:
+def test_blocks_are_widened_as_by_the_specification(dtype: torch.dtype, head_dim: int) -> None:
     layer = Layer(head_dim=head_dim, block_size=48, cache_dtype=dtype)
     cache = random_step(layer, [300], [3]).cache
     block_ids = torch.tensor([5, 0, 2], dtype=torch.int32)

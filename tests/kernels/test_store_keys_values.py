@@ -1,4 +1,4 @@
-"""The kernel that writes keys and values to the paged cache, in Triton's interpreter, against its twin."""
+"""The kernel that writes keys and values to the paged cache, in Triton's interpreter, against its specification."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +50,9 @@ class Write:
         store(*given)
         return [x.cpu() for x in (*given[2:4], *given[5:])]
 
-    def assert_kernel_equals_twin(self, kernel: Any = kernels.store_keys_values, bad: float | None = None) -> None:
+    def assert_kernel_equals_specification(
+        self, kernel: Any = kernels.store_keys_values, bad: float | None = None
+    ) -> None:
         expected = replace(self, device="cpu").run(spec.store_keys_values.__wrapped__, bad)
         for ours, theirs in zip(self.run(kernel, bad), expected, strict=True):
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
@@ -68,14 +70,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("changes", CASES, ids=str)
-def test_keys_and_values_are_where_the_twin_writes_them(changes: dict[str, Any]) -> None:
-    replace(Write(), **changes).assert_kernel_equals_twin()
+def test_keys_and_values_are_where_the_specification_writes_them(changes: dict[str, Any]) -> None:
+    replace(Write(), **changes).assert_kernel_equals_specification()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("cache_dtype", [None, INT8, FP8], ids=["plain", "int8", "fp8"])
 def test_a_bad_number_is_kept_or_makes_its_scale_nan(bad: float, cache_dtype: torch.dtype | None) -> None:
-    Write(cache_dtype=cache_dtype).assert_kernel_equals_twin(bad=bad)
+    Write(cache_dtype=cache_dtype).assert_kernel_equals_specification(bad=bad)
 
 
 def test_no_tokens_write_nothing() -> None:

@@ -34,8 +34,7 @@ class ChunkedBackend(AttentionBackend):
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
         cut: Any = self._cut_prefill(metadata) if isinstance(metadata, PrefillMetadata) else self._cut_decode(metadata)
-        plans: Any = {**metadata.plans, self.spec: self._backend.plan(cut, cache)}
-        return replace(metadata, plans=plans)
+        return replace(metadata, plans={**metadata.plans, self.spec: self._backend.plan(cut, cache)})
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
@@ -43,8 +42,7 @@ class ChunkedBackend(AttentionBackend):
         return self._backend.prefill(q, k, v, cache, metadata.plans[self.spec], sinks)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
-        plans: Any = metadata.plans
-        return self._backend.decode(q, cache, plans[self.spec], sinks)
+        return self._backend.decode(q, cache, metadata.plans[self.spec], sinks)
 
     def _cut_prefill(self, metadata: PrefillMetadata) -> PrefillMetadata:
         """Return a step in which each part of a prompt that lies in one chunk is computed for itself."""

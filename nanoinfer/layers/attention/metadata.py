@@ -51,21 +51,6 @@ class PrefillMetadata:
         return self.query_lens != self.context_lens
 
 
-class TileList(NamedTuple):
-    """Lists tiles of keys that rows attend to: see `plan_decode` in `ops/decode_attention/triton.py`."""
-
-    tiles: Tensor  # (max_tiles, 4) int32
-    row_starts: Tensor  # (num_rows + 1,) int32
-    tile_size: int  # tokens
-
-
-class DecodePlan(NamedTuple):
-    """Lists the tiles that each row reads for itself, and those that groups of rows read together, if there are any."""
-
-    rows: TileList
-    groups: TileList | None
-
-
 class SharedPrefixes(NamedTuple):
     """Says which rows of a decode step begin with the same blocks. They lie side by side, as a group."""
 
@@ -82,7 +67,7 @@ class DecodeMetadata:
     context_lens: Tensor  # (num_rows,) int32: tokens each query attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
     shared_prefixes: SharedPrefixes | None = None  # a backend may ignore them
-    plans: Mapping[Hashable, DecodePlan] = field(default_factory=dict)  # by AttentionSpec; a backend makes it
+    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
 
 
 Metadata = PrefillMetadata | DecodeMetadata

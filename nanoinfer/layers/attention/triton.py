@@ -8,8 +8,9 @@ from torch import Tensor
 
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
-from nanoinfer.layers.attention.metadata import DecodeMetadata, DecodePlan, MetadataT, PrefillMetadata, TileList
+from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.triton import (
+    TileList,
     has_large_tiles,
     max_prefix_group_rows,
     paged_decode_attention,
@@ -45,6 +46,13 @@ class PrefillPlan(NamedTuple):
     blocks: BlockList | None = None
 
 
+class DecodePlan(NamedTuple):
+    """Lists the tiles that each row reads for itself, and those that groups of rows read together, if there are any."""
+
+    rows: TileList
+    groups: TileList | None
+
+
 class TritonBackend(AttentionBackend):
     """Reads keys and values through block tables, in 16 or 8 bits. Full attention reads a shared prefix once.
 
@@ -65,9 +73,11 @@ class TritonBackend(AttentionBackend):
         self.max_prefix_group_rows = max_prefix_group_rows(spec.group_size) if reads_prefixes_once else 0
 
     def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
+        plan: PrefillPlan | DecodePlan
         if isinstance(metadata, PrefillMetadata):
-            return replace(metadata, plans={**metadata.plans, self.spec: self._plan_prefill(metadata, cache)})
-        plan = self._plan_decode(metadata, cache.block_size, cache.in_8_bits)
+            plan = self._plan_prefill(metadata, cache)
+        else:
+            plan = self._plan_decode(metadata, cache)
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(
@@ -75,21 +85,23 @@ class TritonBackend(AttentionBackend):
     ) -> Tensor:
         if self.for_prefill is not None and not cache.in_8_bits:
             return self.for_prefill.prefill(q, k, v, cache, metadata)
-        plan, tables, scale = metadata.plans[self.spec], metadata.block_tables, self.spec.scale
+        plan: PrefillPlan = metadata.plans[self.spec]
+        tables, spec = metadata.block_tables, self.spec
         if plan.counters is not None:
             from nanoinfer.ops.prefill_attention.hopper import hopper_prefill_attention
 
             if plan.blocks is not None:
                 cache, tables = widened_cache(cache, plan.blocks, q.dtype), plan.blocks.block_tables
             lens = metadata.cu_context_lens
-            return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, scale)
+            return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, spec.scale)
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
-        cu_lens = None if self.spec.causal else metadata.cu_context_lens
-        spec = self.spec
-        return paged_prefill_attention(*tensors, plan.tiles, tables, scale, spec.window, sinks, cu_lens, spec.soft_cap)
+        cu_lens = None if spec.causal else metadata.cu_context_lens
+        options = spec.scale, spec.window, sinks, cu_lens, spec.soft_cap
+        return paged_prefill_attention(*tensors, plan.tiles, tables, *options)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
-        plan, shared, spec = metadata.plans[self.spec], metadata.shared_prefixes, self.spec
+        plan: DecodePlan = metadata.plans[self.spec]
+        shared, spec = metadata.shared_prefixes, self.spec
         tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         prefix = None
         if plan.groups is not None and shared is not None:
@@ -109,8 +121,9 @@ class TritonBackend(AttentionBackend):
             return PrefillPlan(tiles)
         return PrefillPlan(tiles, torch.zeros(2, dtype=torch.int32, device=device), blocks)
 
-    def _plan_decode(self, metadata: DecodeMetadata, block_size: int, in_8_bits: bool) -> DecodePlan:
-        lens, tables, head_dim = metadata.context_lens, metadata.block_tables, self.spec.head_dim
+    def _plan_decode(self, metadata: DecodeMetadata, cache: KVCache) -> DecodePlan:
+        lens, tables = metadata.context_lens, metadata.block_tables
+        block_size, head_dim = cache.block_size, self.spec.head_dim
         shared, groups = metadata.shared_prefixes, None
         first_tokens = None
         if self.spec.window is not None:
@@ -118,9 +131,9 @@ class TritonBackend(AttentionBackend):
         elif shared is not None:
             first_tokens = shared.num_shared_blocks * block_size
             prefix_lens = torch.where(shared.num_group_rows > 0, first_tokens, 0)
-            groups = TileList(*plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0))
-        large_tiles = has_large_tiles(in_8_bits, self.spec.group_size)
-        rows = TileList(*plan_decode(lens, tables, block_size, head_dim, first_tokens, large_tiles=large_tiles))
+            groups = plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0)
+        large_tiles = has_large_tiles(cache.in_8_bits, self.spec.group_size)
+        rows = plan_decode(lens, tables, block_size, head_dim, first_tokens, large_tiles=large_tiles)
         return DecodePlan(rows, groups)
 
 

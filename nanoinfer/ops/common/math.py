@@ -1,4 +1,4 @@
-"""Arithmetic that several kernels share: gated activations, soft caps, e4m3. Rounds where the twins round."""
+"""Arithmetic that several kernels share: gated activations, soft caps, e4m3. Rounds where the specifications round."""
 
 import math
 

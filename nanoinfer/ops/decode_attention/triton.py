@@ -451,6 +451,14 @@ def _combine_kernel(
             tl.store(out_lse_ptr + out_lines, maximum + tl.log2(total), mask=is_query)
 
 
+class TileList(NamedTuple):
+    """Lists the tiles of keys that rows attend to, those of a row one after the other."""
+
+    tiles: Tensor  # (max_tiles, 4) int32: slot of the first token, number of tokens in the context, row, flags
+    row_starts: Tensor  # (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles
+    tile_size: int  # tokens
+
+
 def plan_decode(
     context_lens: Tensor,
     block_tables: Tensor,
@@ -459,7 +467,7 @@ def plan_decode(
     first_tokens: Tensor | None = None,
     least_tiles: int = 1,
     large_tiles: bool = False,
-) -> tuple[Tensor, Tensor, int]:
+) -> TileList:
     """List the tiles of all rows for `paged_decode_attention`.
 
     context_lens: (num_rows,) int32, 0 for padding. block_tables: (num_rows, max_blocks) int32. block_size, head_dim:
@@ -467,12 +475,6 @@ def plan_decode(
     shared prefixes. least_tiles: how many tiles a row without tokens gets; with 0, its result is not written.
     large_tiles: what `has_large_tiles` says of rows; leave it out for groups.
     The host does not wait for the device, so a CUDA graph can capture this.
-
-    Returns
-    - tiles, (max_tiles, 4) int32: the slot of the tile's first token, how many of its tokens lie within the context,
-      its row, and its flags.
-    - row_starts, (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles.
-    - tile_size: how many tokens a tile has.
     """
     num_rows, max_blocks = block_tables.shape
     tile_size = _tile_size(block_size, head_dim, large_tiles)
@@ -492,7 +494,7 @@ def plan_decode(
         CHUNK=128,
         LEAST=least_tiles,
     )
-    return tiles, row_starts, tile_size
+    return TileList(tiles, row_starts, tile_size)
 
 
 class PrefixResult(NamedTuple):
@@ -526,7 +528,7 @@ def paged_decode_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group_size = q.shape[1] // k_cache.shape[1]
-    cache, plan = (k_cache, v_cache, k_scales, v_scales), (tiles, row_starts, tile_size)
+    cache, plan = (k_cache, v_cache, k_scales, v_scales), TileList(tiles, row_starts, tile_size)
     _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
     return out
 
@@ -552,7 +554,7 @@ def shared_prefix_attention(
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
-    cache, plan = (k_cache, v_cache, k_scales, v_scales), (tiles, row_starts, tile_size)
+    cache, plan = (k_cache, v_cache, k_scales, v_scales), TileList(tiles, row_starts, tile_size)
     _launch(q, cache, plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows, soft_cap=soft_cap)
     return PrefixResult(out, lse)
 
@@ -575,7 +577,7 @@ def padded_head_dim(head_dim: int) -> int:
 def _launch(
     q: Tensor,
     cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    plan: tuple[Tensor, Tensor, int],
+    plan: TileList,
     scale: float,
     num_queries: int,
     out: Tensor,
@@ -599,6 +601,13 @@ def _launch(
     queries = max(QUERY_TILE, next_power_of_2(num_queries))
     num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
     num_shares = max(1, num_programs // num_kv_heads)
+    shapes = {
+        "num_kv_heads": num_kv_heads,
+        "group_size": num_heads // num_kv_heads,
+        "num_queries": num_queries,
+        "head_dim": head_dim,
+        "HEAD_DIM": padded_head_dim(head_dim),
+    }
     partials = out.new_empty((num_kv_heads, num_shares, 2, num_queries, head_dim), dtype=torch.float32)
     lse = partials.new_empty(partials.shape[:-1])
     _paged_decode_kernel[(num_kv_heads, num_shares)](
@@ -619,12 +628,8 @@ def _launch(
         q.stride(0),
         len(q),
         num_shares,
-        num_kv_heads=num_kv_heads,
-        group_size=num_heads // num_kv_heads,
-        num_queries=num_queries,
+        **shapes,
         block_size=block_size,
-        head_dim=head_dim,
-        HEAD_DIM=padded_head_dim(head_dim),
         QUERIES=queries,
         TILE=tile_size,
         WINDOWED=windowed,
@@ -647,11 +652,7 @@ def _launch(
         out_lse,
         len(q),
         num_shares,
-        num_kv_heads=num_kv_heads,
-        group_size=num_heads // num_kv_heads,
-        num_queries=num_queries,
-        head_dim=head_dim,
-        HEAD_DIM=padded_head_dim(head_dim),
+        **shapes,
         QUERIES=queries,
         SPLITS=16 // queries,  # small programs, which fit on the GPU beside those that they wait for
         num_warps=2,
