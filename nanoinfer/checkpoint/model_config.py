@@ -73,7 +73,7 @@ class ModelConfig(BaseModelConfig):
     attention_soft_cap: float | None = None  # of the scores, see `AttentionSpec`; None: none
     unrotated: tuple[bool, ...]  # which layers know no positions
     qk_norm: bool | None = None  # whether each head of queries and keys is normalised; None: the architecture says
-    query_scaling_beta: float | None = None  # of queries far from the start, see `layers/query_scales.py`; None: none
+    query_scaling_beta: float | None = None  # of queries far from the start, see `query_scales`; None: none
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_scaling: float = 1.0  # logits are divided by it

@@ -18,10 +18,9 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.embed_head import NoHead, VocabParallelEmbedding
+from nanoinfer.layers.embed_head import NoHead, ScoreHead, VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.layers.score_head import ScoreHead
 from nanoinfer.models.config_fields import Reader, read_head_dim
 from nanoinfer.models.encoders.layers import ACTIVATIONS, HEAD_ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
