@@ -130,5 +130,5 @@ def small_prefill_graphs(decoder: Decoder, max_step_tokens: int, only_pools: boo
     """
     if decoder.tp.size > 1 or decoder.has_experts or not all(Way.GRAPHS in layer.ways for layer in decoder.layers):
         return None
-    sizes, few_tokens = sizes_that_pay(decoder.layers, max_step_tokens, only_pools)
-    return DecoderPrefillGraphs(decoder, sizes, few_tokens) if sizes else None
+    sizes, always_served = sizes_that_pay(decoder.layers, max_step_tokens, only_pools)
+    return DecoderPrefillGraphs(decoder, sizes, always_served) if sizes else None

@@ -140,11 +140,11 @@ class SmallPrefillGraphs(ABC):
 
     The first steps of a size run without graphs; then the size is captured, but the largest size before all others.
     With or without graphs, a step runs the same kernels on the same number of rows, so equal steps have equal results.
-    few_tokens: steps with more tokens have graphs only if their texts are short.
+    always_served: steps of up to so many tokens have graphs, larger ones only if their texts are short.
     """
 
-    def __init__(self, sizes: list[int], few_tokens: int) -> None:
-        self.sizes, self._few_tokens = sizes, few_tokens
+    def __init__(self, sizes: list[int], always_served: int) -> None:
+        self.sizes, self._always_served = sizes, always_served
         self._num_steps = Counter[int]()  # by size
         self._graphs: dict[int, Any] = {}  # by size: what `capture` returned
         self._has_failed = False
@@ -159,7 +159,7 @@ class SmallPrefillGraphs(ABC):
 
     def serves(self, num_tokens: int, num_chunks: int) -> bool:
         """Return whether graphs pay for such a step: it has few tokens, or many short texts."""
-        if num_tokens <= self._few_tokens:
+        if num_tokens <= self._always_served:
             return True
         return not self._has_failed and num_tokens <= min(self.sizes[-1], MAX_MEAN_TEXT * num_chunks)
 
@@ -194,8 +194,8 @@ class SmallPrefillGraphs(ABC):
 class DecoderPrefillGraphs(SmallPrefillGraphs):
     """Computes small prefill steps of our own decoders and encoders."""
 
-    def __init__(self, decoder: Decoder, sizes: list[int], few_tokens: int) -> None:
-        super().__init__(sizes, few_tokens)
+    def __init__(self, decoder: Decoder, sizes: list[int], always_served: int) -> None:
+        super().__init__(sizes, always_served)
         self._decoder, self._buffers = decoder, Buffers.of(decoder, sizes[-1])
         self._buffers.clear()
 

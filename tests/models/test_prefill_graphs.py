@@ -112,7 +112,7 @@ def test_models_that_only_pool_have_larger_sizes() -> None:
 
 def test_graphs_of_large_sizes_are_for_short_texts() -> None:
     small = DecoderPrefillGraphs.__new__(DecoderPrefillGraphs)
-    small.sizes, small._few_tokens, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
+    small.sizes, small._always_served, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
     served = [(256, 1), (257, 3), (2048, 16), (12800, 100), (16384, 128)]
     others = [(257, 2), (2048, 15), (12801, 100), (16384, 127), (16385, 512)]
     assert [small.serves(*step) for step in served + others] == [True] * 5 + [False] * 5
@@ -152,7 +152,7 @@ def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=layers)
     monkeypatch.setattr(prefill_graphs, "padded_sizes", lambda _layers, only_pools: [64, 128, 192])
     monkeypatch.setattr(
-        execution, "DecoderPrefillGraphs", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes)
+        execution, "DecoderPrefillGraphs", lambda _decoder, sizes, _always_served: SimpleNamespace(sizes=sizes)
     )
     small: Any = execution.small_prefill_graphs(decoder, given.max_step_tokens, only_pools=False)
     assert (small and small.sizes) == sizes
@@ -184,7 +184,7 @@ def test_where_a_capture_fails_steps_go_on_without(
 
     monkeypatch.setattr(prefill_graphs, "PieceGraphs", fail)
     monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda _decoder, _buffers: iter([None, None]))
-    small = DecoderPrefillGraphs(decoder, [8, 16], few_tokens=16)
+    small = DecoderPrefillGraphs(decoder, [8, 16], always_served=16)
     for _ in range(2 * STEPS_BEFORE_CAPTURE):
         step: Any = SimpleNamespace(token_ids=torch.arange(5))
         assert small(step).shape == (5, 4)
