@@ -13,7 +13,7 @@ from nanoinfer.checkpoint.base_config import LinearAttentionConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
-from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, RowParallelLinear, wide_rows
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, wide_rows
 from nanoinfer.layers.recurrent_states import LayerStates
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.delta_rule.spec import gated_delta_prefill, gated_delta_step
@@ -146,16 +146,18 @@ class GatedDeltaNet(nn.Module):
         self.check_weight(param, full)
         param.copy_(self.tp.shard(full, 0))
 
-    def compute(
-        self, hidden: Activations, rows: Tensor, positions: Tensor, metadata: Metadata, states: LayerStates
-    ) -> PartialSum:
-        """(num_tokens, hidden_size) -> the same, to be added up by the next norm. rows: the places of the states."""
+    def project(self, hidden: Activations) -> tuple[Tensor, Tensor]:
+        """Return what the two input products do, each (num_tokens, size)."""
         qkvz = self.in_proj_qkvz(hidden)
-        ba = self.in_proj_ba(hidden if self.in_proj_ba.input_format is not None else wide_rows(hidden))
+        return qkvz, self.in_proj_ba(hidden if self.in_proj_ba.input_format is not None else wide_rows(hidden))
+
+    def mix(
+        self, projected: tuple[Tensor, Tensor], rows: Tensor, positions: Tensor, metadata: Metadata, states: LayerStates
+    ) -> Tensor:
+        """Return the inputs of `out_proj`, (num_tokens, size). projected: see `project`. rows: of the states."""
+        qkvz, ba = projected
         weights = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps
         layer = states.matrices, states.conv_inputs, *weights
         if isinstance(metadata, PrefillMetadata):
-            out = gated_delta_prefill(qkvz, ba, rows, metadata.query_lens, metadata.context_lens, *layer)
-        else:
-            out = gated_delta_step(qkvz, ba, rows, positions, *layer)
-        return self.out_proj(out)
+            return gated_delta_prefill(qkvz, ba, rows, metadata.query_lens, metadata.context_lens, *layer)
+        return gated_delta_step(qkvz, ba, rows, positions, *layer)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019), alone or after the residual stream's addition."""
+"""Norms of a decoder: RMSNorm (Zhang and Sennrich 2019), alone or after the residual stream's addition, and its kin."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint.weights import check_shape
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.ops.all_reduce_norm.spec import all_reduce_add_rms_norm
 from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
@@ -16,16 +18,15 @@ from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8, rms_norm
 class RMSNorm(nn.Module):
     """Adds to the residual stream and normalises it.
 
-    only_scales: whether the norm is exactly x / rms(x) * weight, so that other kernels may compute it from `weight` and
-    `eps`. Each subclass must set it again: an inherited value does not count.
+    centres: whether the mean is subtracted first. dtype: of the weight; None for that of the model.
     """
 
-    only_scales: ClassVar[bool] = True
+    centres: ClassVar[bool] = False
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
     def forward(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat | None = None
@@ -38,12 +39,12 @@ class RMSNorm(nn.Module):
         if out_format is not None:
             return self._to_fp8(hidden, residual, out_format)
         if hidden is None:
-            return rms_norm(residual, self.weight, self.eps), residual
-        if hidden.all_ranks is not None:
-            weights = self.weight, self.eps, hidden.sum_weight
-            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
+            return rms_norm(residual, self.weight, self.eps, self.centres), residual
         weights = self.weight, self.eps, hidden.sum_weight
-        return add_rms_norm(hidden.all_reduced(), residual, *weights, hidden.other_terms)
+        if hidden.all_ranks is not None:
+            assert not self.centres, "the kernel that all-reduces subtracts no mean"
+            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
+        return add_rms_norm(hidden.all_reduced(), residual, *weights, hidden.other_terms, centres=self.centres)
 
     def of_sum(self, hidden: PartialSum) -> PartialSum:
         """Return the sum, to be normalised by this norm before the next one adds it to the residual stream."""
@@ -52,8 +53,95 @@ class RMSNorm(nn.Module):
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
     ) -> tuple[QuantizedRows, Tensor]:
-        if hidden is None or hidden.all_ranks is not None:
+        if hidden is None or hidden.all_ranks is not None or self.centres:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
         weights = self.weight, self.eps, hidden.sum_weight
         return add_rms_norm_to_fp8(hidden.all_reduced(), residual, *weights, out_format, hidden.other_terms)
+
+
+class GemmaRMSNorm(RMSNorm):
+    """RMSNorm of 1 + w, where checkpoints hold w: of Gemma 2 and 3, Qwen3-Next and Qwen3.5.
+
+    The product is in float32, and so is the weight.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, torch.float32)
+
+    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        check_shape(full, tuple(param.shape))
+        param.copy_(1 + full.float())
+
+
+# What is exactly x / rms(x) * weight, so that other kernels may compute it from `weight` and `eps`.
+SCALING_NORMS = frozenset({RMSNorm, GemmaRMSNorm})
+
+
+class CohereLayerNorm(RMSNorm):
+    """Layer normalisation without a bias: (x - mean) / std * weight, in float32, and so is the weight."""
+
+    centres = True
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, torch.float32)
+
+
+class ResidualSum(RMSNorm):
+    """Adds to the residual stream, and hands it on as it is; for layers whose norms come after attention and MLP."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        del self.weight
+        self.register_buffer("weight", torch.ones(size), persistent=False)
+
+    def forward(
+        self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat | None = None
+    ) -> tuple[Any, Tensor]:
+        assert hidden is None or hidden.all_ranks is None, "a rank has only its own rows of such a sum"
+        total = residual if hidden is None else super().forward(hidden, residual)[1]
+        return (total if out_format is None else quantize_rows(total, out_format)), total
+
+
+class WholeNorm(nn.Module):
+    """RMSNorm over all heads of the queries or keys, those of other ranks included (OLMo 2 and 3).
+
+    split: which of the heads this rank has; ranks may share some, which count once.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, tp: TensorParallel, split: TensorParallel) -> None:
+        super().__init__()
+        self.eps, self.tp, self.split = eps, tp, split
+        self.full_size = num_heads * head_dim
+        self.num_sharing = tp.size // split.size
+        size = split.shard_size(num_heads, "heads") * head_dim
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def check_weight(self, _param: Tensor, full: Tensor) -> None:
+        check_shape(full, (self.full_size,))
+
+    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        self.check_weight(param, full)
+        param.copy_(self.split.shard(full, 0))
+
+    def normalise_(self, x: Tensor) -> None:
+        """Normalise the rows of (num_tokens, this rank's size) in place."""
+        if self.tp.size == 1:
+            rms_norm(x, self.weight, self.eps, out=x)
+            return
+        wide = x.float()
+        squares = self.tp.all_reduce(wide.square().sum(-1, keepdim=True)) / self.num_sharing
+        wide = wide * torch.rsqrt(squares / self.full_size + self.eps)
+        x.copy_(self.weight * wide.to(x.dtype))
+
+
+def normalise_wholly(qkv: Tensor, q_norm: WholeNorm, k_norm: WholeNorm) -> Tensor:
+    """Return queries, keys and values with all queries of each token normalised together, and all its keys.
+
+    qkv: (num_tokens, size), or terms of it that are to be summed: (num_terms, num_tokens, size).
+    """
+    qkv = qkv.sum(0) if qkv.dim() == 3 else qkv
+    num_queries, num_keys = len(q_norm.weight), len(k_norm.weight)
+    q_norm.normalise_(qkv[:, :num_queries])
+    k_norm.normalise_(qkv[:, num_queries : num_queries + num_keys])
+    return qkv

@@ -14,7 +14,14 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.common.symmetric_buffers import SymmetricBuffers
-from nanoinfer.quantization.linear_method import FEW_OUTPUTS, PER_OUTPUT, WEIGHT, LinearMethod, ParamSpec, stored
+from nanoinfer.quantization.linear_method import (
+    MIN_UNSPLIT_OUTPUTS,
+    PER_OUTPUT,
+    WEIGHT,
+    LinearMethod,
+    ParamSpec,
+    stored,
+)
 
 
 class ShardedLinear(nn.Module):
@@ -145,7 +152,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
         `norm_rope_store` takes either.
         """
-        is_large = len(self.weight) >= FEW_OUTPUTS and not self.quant_method.splits_large_products
+        is_large = len(self.weight) >= MIN_UNSPLIT_OUTPUTS and not self.quant_method.splits_large_products
         if is_large or self.input_format is not None:  # in 8 bits it was not measured
             return super().forward(x)
         sums = self.quant_method.apply_split(self, x, self.bias)

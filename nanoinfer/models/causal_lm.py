@@ -10,8 +10,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.checkpoint.quantization_config import TEXT_PREFIXES
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.embed_head import NoHead, ParallelLMHead
-from nanoinfer.layers.score_head import ScoreHead, score_head
+from nanoinfer.layers.embed_head import NoHead, ParallelLMHead, ScoreHead, score_head
 from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec

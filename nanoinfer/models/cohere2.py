@@ -3,7 +3,7 @@
 from functools import partial
 from typing import ClassVar
 
-from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
+from nanoinfer.layers.layernorm import CohereLayerNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import layers_without_windows, number, read_alternating_windows
 from nanoinfer.models.decoder_spec import DecoderSpec

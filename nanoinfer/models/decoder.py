@@ -2,10 +2,10 @@
 
 What differs between architectures is in a `DecoderSpec`; a file beside this one gives that of an architecture. Module
 names are those of the checkpoint, except for the packed projections (see `packed_modules_mapping` in `causal_lm.py`).
-`Decoder.forward` is the common way of a step; `execution.py` chooses another where one is faster.
+`layer_stack.py` says how a step goes through the layers; `execution.py` chooses another way where one is faster.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -19,14 +19,15 @@ from nanoinfer.layers.attention.attention_layer import Attention, AttentionSinks
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
-from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.gated_delta_net import GatedDeltaNet
+from nanoinfer.layers.layernorm import ResidualSum, RMSNorm, WholeNorm, normalise_wholly
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
-from nanoinfer.layers.whole_norm import ResidualSum, WholeNorm, normalise_wholly
-from nanoinfer.models.decoder_spec import DecoderSpec, LayerTraits
+from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.linear_attention import DecoderLinearAttention
+from nanoinfer.models.layer_stack import Layer, LayerStack, ResidualStream, Way
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.quantization.linear_method import ProductKind
 from nanoinfer.quantization.method_selection import with_quantization
 
 
@@ -77,16 +78,15 @@ class DecoderAttention(nn.Module):
     def input_format(self) -> RowFormat | None:
         return self.qkv_proj.input_format
 
-    def forward(self, hidden: Activations, step: ForwardStep) -> PartialSum:
-        qkv = self.qkv_proj(hidden)
-        if not self.qkv_proj.has_gates:
-            return self.o_proj(self.attend(qkv, step))
-        gates, qkv = qkv[..., : self.heads_size], qkv[..., self.heads_size :]
-        gates = (gates.sum(0, dtype=torch.float32).to(gates.dtype) if gates.dim() == 3 else gates).sigmoid()
-        return self.o_proj(self.attend(qkv, step) * gates)
+    def project(self, hidden: Activations) -> Tensor:
+        return self.qkv_proj(hidden)
 
     def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
-        """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
+        """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what `project` returns."""
+        gates = None
+        if self.qkv_proj.has_gates:
+            gates, qkv = qkv[..., : self.heads_size], qkv[..., self.heads_size :]
+            gates = (gates.sum(0, dtype=torch.float32).to(gates.dtype) if gates.dim() == 3 else gates).sigmoid()
         scales = self.attn.rotary_emb.query_scales
         if scales is not None:
             qkv[..., : self.heads_size].mul_(scales[step.positions].to(qkv.dtype))
@@ -96,7 +96,29 @@ class DecoderAttention(nn.Module):
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         cache, metadata = step.kv_cache.layer(self.place.layer), step.attention_of(self.place.group)
         sinks = None if self.sinks is None else self.sinks.weight
-        return self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
+        heads = self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
+        return heads if gates is None else heads * gates
+
+
+class DecoderLinearAttention(GatedDeltaNet):
+    """Linear attention in the place of a layer's attention. index: which part of the step's states it takes."""
+
+    def __init__(self, config: ModelConfig, index: int, is_interleaved: bool, tp: TensorParallel) -> None:
+        assert config.linear_attention is not None, "the config says which layers have linear attention"
+        super().__init__(config.hidden_size, config.rms_norm_eps, config.linear_attention, is_interleaved, tp)
+        self.index = index
+
+    @property
+    def o_proj(self) -> RowParallelLinear:
+        """The output product, by the name that it has in attention."""
+        return self.out_proj
+
+    def attend(self, projected: tuple[Tensor, Tensor], step: ForwardStep) -> Tensor:
+        """Return the heads' outputs, (num_tokens, o_proj's input size). projected: what `project` returns."""
+        assert step.recurrent_states is not None, "a model with linear attention gets states with each step"
+        assert step.rows is not None, "a model with linear attention gets the rows of the states with each step"
+        states = step.recurrent_states.layer(self.index)
+        return self.mix(projected, step.rows, step.positions, step.attention, states)
 
 
 class DecoderMLP(nn.Module):
@@ -118,17 +140,18 @@ class DecoderMLP(nn.Module):
 
 
 class LayerNorms(NamedTuple):
-    """The norms of a layer after its attention: of attention's own output, the MLP's input, the MLP's own output."""
+    """The norms of a layer after its attention: of attention's own output, the MLP's input, the MLP's own output.
 
-    of_attention: RMSNorm | None
-    before_mlp: RMSNorm
-    of_mlp: RMSNorm | None
+    Without one before the MLP, attention and MLP read the same rows, and both are added to the residual stream at once.
+    """
+
+    of_attention: RMSNorm | None = None
+    before_mlp: RMSNorm | None = None
+    of_mlp: RMSNorm | None = None
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """One layer: a mixer, which is attention or linear attention, and an MLP.
-
-    Each norm adds the previous part's output to the residual stream, then normalises it. Only the mixer mixes tokens.
 
     window: how many tokens each token attends to, or None for all. groups: where layers find their part of the cache.
     """
@@ -161,10 +184,11 @@ class DecoderLayer(nn.Module):
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm() if spec.has_pre_norms else ResidualSum(config.hidden_size, config.rms_norm_eps)
+        self.norms = LayerNorms()
         if spec.has_parallel_block:
             return
         self.post_attention_layernorm = norm()  # of the MLP's input; with `has_post_norms`, of attention's output
-        self.norms = LayerNorms(None, self.post_attention_layernorm, None)
+        self.norms = LayerNorms(before_mlp=self.post_attention_layernorm)
         if spec.has_post_norms:
             self.pre_feedforward_layernorm = norm() if spec.has_pre_norms else self.input_layernorm
             self.post_feedforward_layernorm = norm()
@@ -177,60 +201,47 @@ class DecoderLayer(nn.Module):
         return self.linear_attn if self.is_linear else self.self_attn
 
     @cached_property
-    def traits(self) -> LayerTraits:
+    def ways(self) -> Set[Way]:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
-        products = frozenset(method.kind for method in methods if method is not None)
-        return LayerTraits.of(self.spec, products, not (self.has_multipliers or self.is_linear), self.has_experts)
+        products = {method.kind for method in methods if method is not None}
+        # A weight that is widened for each product would be widened for few tokens, or once more for each slice.
+        if self.is_linear or self.has_multipliers or ProductKind.WIDENED in products:
+            return frozenset()
+        has_plain_products = products <= {ProductKind.PLAIN} and not self.has_experts
+        return self.spec.ways if has_plain_products else self.spec.ways - {Way.FEW_ROWS}
 
-    def forward(
-        self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
-    ) -> tuple[PartialSum | None, Tensor]:
-        """Return what this layer's MLP adds to the residual stream, and the stream.
+    def normalise_input(self, stream: ResidualStream) -> None:
+        # The MLP of a parallel block reads these rows, too: both round them themselves, if needed.
+        stream.normalise(self.input_layernorm, None if self.spec.has_parallel_block else self.mixer.input_format)
 
-        hidden: what the layer before adds; None for nothing. residual: (num_tokens, hidden_size).
-        """
-        if self.spec.has_parallel_block:
-            return self._forward_in_parallel(hidden, residual, step)
-        normed, residual = self.input_layernorm(hidden, residual, self.mixer.input_format)
-        return self.after_mixer(self.mixer(normed, step), residual, step.row_mask, step.routed)
+    def project(self, stream: ResidualStream) -> Any:
+        return self.mixer.project(stream.normed_rows(self.mixer.input_format))
 
-    def before_attention(self, hidden: PartialSum | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `qkv_proj` does, and the residual stream. hidden, residual: see `forward`."""
-        normed, residual = self.input_layernorm(hidden, residual, self.self_attn.input_format)
-        return self.self_attn.qkv_proj(normed), residual
+    def attend(self, projected: Any, step: ForwardStep) -> Tensor:
+        return self.mixer.attend(projected, step)
 
-    def after_mixer(
-        self, hidden: PartialSum, residual: Tensor, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
-    ) -> tuple[PartialSum, Tensor]:
-        """Return what `forward` does. hidden: what the mixer adds to the residual stream. The rest: see ForwardStep."""
-        norm_of_attention, norm_before_mlp, norm_of_mlp = self.norms
-        hidden = self._scaled(hidden)
-        if norm_of_attention is not None:
-            hidden = norm_of_attention.of_sum(hidden)
-        normed, residual = norm_before_mlp(hidden, residual, self.mlp.input_format)
-        hidden = self._scaled(self.mlp(normed, row_mask, routed))
-        return hidden if norm_of_mlp is None else norm_of_mlp.of_sum(hidden), residual
+    def add_attention(self, stream: ResidualStream, heads: Tensor) -> None:
+        stream.add(self._scaled(self.mixer.o_proj(heads)), self.norms.of_attention)
 
-    def _forward_in_parallel(
-        self, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
-    ) -> tuple[PartialSum, Tensor]:
-        normed, residual = self.input_layernorm(hidden, residual)  # attention and MLP round it themselves, if needed
-        return self.mixer(normed, step).plus(self.mlp(normed, step.row_mask, step.routed)), residual
+    def normalise_sum(self, stream: ResidualStream) -> None:
+        if self.norms.before_mlp is not None:
+            stream.normalise(self.norms.before_mlp, self.mlp.input_format)
+
+    def add_mlp(
+        self, stream: ResidualStream, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> None:
+        normed = stream.normed_rows(self.mlp.input_format)
+        stream.add(self._scaled(self.mlp(normed, row_mask, routed)), self.norms.of_mlp)
 
     def _scaled(self, hidden: PartialSum) -> PartialSum:
         """Return `hidden` times the residual multiplier."""
         return hidden if self.residual_multiplier == 1 else hidden.times(self.residual_multiplier)
 
 
-# Computes a layer: does what `DecoderLayer.forward` does, or the same in another way.
-RunLayer = Callable[[DecoderLayer, PartialSum | None, Tensor, ForwardStep], tuple[PartialSum | None, Tensor]]
-
-
-class Decoder(nn.Module):
+class Decoder(LayerStack):
     """Embeddings, layers and the last norm. max_positions: how many positions the rotary tables have."""
 
     layers: Sequence[DecoderLayer]
-    has_second_types = False  # of tokens: an encoder may have them
 
     def __init__(
         self,
@@ -254,21 +265,10 @@ class Decoder(nn.Module):
         self.has_experts = any(layer.has_experts for layer in self.layers)
         self.norm = spec.norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, step: ForwardStep, run_layer: RunLayer = DecoderLayer.__call__) -> Tensor:
-        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        hidden, residual = None, self.embed(step)
-        if self.has_experts:
-            step = replace(step, row_mask=step.attention.slot_mapping >= 0)
-        for layer in self.layers:
-            hidden, residual = run_layer(layer, hidden, residual, step)
-        return self.finish(hidden, residual)
-
     def embed(self, step: ForwardStep) -> Tensor:
-        """Return what the first layer reads, (num_tokens, hidden_size)."""
         embeddings = self.embed_tokens(step.token_ids)
         return embeddings if self.embedding_multiplier == 1 else embeddings * self.embedding_multiplier
 
-    def finish(self, hidden: PartialSum | None, residual: Tensor) -> Tensor:
-        """Return the model's hidden states. hidden, residual: what the last layer returns."""
-        normed, _ = self.norm(hidden, residual)
-        return normed
+    def finish(self, stream: ResidualStream) -> Tensor:
+        stream.normalise(self.norm)
+        return stream.normed

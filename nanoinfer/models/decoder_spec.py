@@ -1,25 +1,22 @@
-"""How an architecture differs from the common decoder, and what a layer declares of itself."""
+"""How an architecture differs from the common decoder."""
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
-from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.layernorm import SCALING_NORMS, RMSNorm
 from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.models.layer_stack import Way
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.quantization.linear_method import ProductKind
 
-# Fields of DecoderSpec that a fast way through a layer serves; any other keeps an architecture off it.
-# `few_rows_layer.py` serves those that differ within attention, or outside of the layers; never layers with experts.
-SERVED_FOR_FEW_ROWS = frozenset(
-    {"qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks"}
-    | {"interleaves_linear", "embedding", "experts"}
-)
-# `prefill_graphs.py` and `sliced_prefill.py` call the layer's own norms and MLP.
-SERVED_IN_PIECES = SERVED_FOR_FEW_ROWS | {"has_post_norms", "norm", "activation"}
+# Which ways serve a field with another value than its default: those of a field that says nothing are none.
+# `few_rows_layer.py` serves what differs within attention, or outside of the layers; the others call a layer's own
+# norms and MLP.
+ALL_WAYS = {"ways": frozenset(Way)}
+IN_PIECES = {"ways": frozenset({Way.GRAPHS, Way.SLICES})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,57 +40,31 @@ class DecoderSpec:
     products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
     """
 
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    whole_qk_norm: bool = False
-    has_post_norms: bool = False
+    qkv_bias: bool = field(default=False, metadata=ALL_WAYS)
+    qk_norm: bool = field(default=False, metadata=ALL_WAYS)
+    whole_qk_norm: bool = field(default=False, metadata=ALL_WAYS)
+    has_post_norms: bool = field(default=False, metadata=IN_PIECES)
     has_pre_norms: bool = True
     has_parallel_block: bool = False
-    interleaves_rotary: bool = False
-    o_bias: bool = True
-    has_sinks: bool = False
+    interleaves_rotary: bool = field(default=False, metadata=ALL_WAYS)
+    o_bias: bool = field(default=True, metadata=ALL_WAYS)
+    has_sinks: bool = field(default=False, metadata=ALL_WAYS)
     has_gates: bool = False
-    interleaves_linear: bool = False
-    norm: type[RMSNorm] = RMSNorm
-    embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
-    activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
-    experts: Callable[..., SparseMoE] = SparseMoE
-
-    def is_common_but_for(self, names: Set[str]) -> bool:
-        """Return whether an architecture is the common decoder in all fields but these."""
-        return all(getattr(self, field.name) == field.default for field in fields(self) if field.name not in names)
+    interleaves_linear: bool = field(default=False, metadata=ALL_WAYS)
+    norm: type[RMSNorm] = field(default=RMSNorm, metadata=IN_PIECES)
+    embedding: type[VocabParallelEmbedding] = field(default=VocabParallelEmbedding, metadata=ALL_WAYS)
+    activation: Callable[[Tensor, RowFormat | None], Activations] = field(default=silu_and_mul, metadata=IN_PIECES)
+    experts: Callable[..., SparseMoE] = field(default=SparseMoE, metadata=ALL_WAYS)
 
     @property
-    def has_plain_norms(self) -> bool:
-        """Whether the class of the norms sets `only_scales` itself, rather than inheriting it: see `RMSNorm`."""
-        return bool(vars(self.norm).get("only_scales", False))
+    def ways(self) -> Set[Way]:
+        """Which ways serve all that differs from the common decoder; see `Layer.ways`."""
+        if self.norm not in SCALING_NORMS:
+            return frozenset()
+        differing = [one for one in fields(self) if getattr(self, one.name) != one.default]
+        return {way for way in Way if all(way in one.metadata.get("ways", ()) for one in differing)}
 
     @property
     def adds_whole_sums(self) -> bool:
         """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
         return self.has_parallel_block or not self.has_pre_norms
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTraits:
-    """What a layer declares of itself, for `execution.py` to choose how steps go through it.
-
-    products: how it multiplies by its weights. is_common: whether it is just a norm, attention, a norm and SwiGLU.
-    has_plain_attention: whether only the QKV product, attention and the output product lie between its two norms, and
-    no multiplier scales what it adds to the residual stream. `prefill_graphs.py` and `sliced_prefill.py` need that.
-    returns_stream: whether it returns its MLP's output and the residual stream separately; otherwise only their sum.
-    """
-
-    products: frozenset[ProductKind]
-    is_common: bool
-    has_plain_attention: bool
-    returns_stream: bool = True
-
-    @classmethod
-    def of(
-        cls, spec: DecoderSpec, products: frozenset[ProductKind], is_plain: bool, has_experts: bool
-    ) -> "LayerTraits":
-        """Return those of a decoder's layer. is_plain: whether it has attention, and no multipliers."""
-        has_plain_attention = is_plain and spec.is_common_but_for(SERVED_IN_PIECES) and spec.has_plain_norms
-        is_common = has_plain_attention and spec.is_common_but_for(SERVED_FOR_FEW_ROWS) and not has_experts
-        return cls(products, is_common, has_plain_attention)

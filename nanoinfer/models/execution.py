@@ -1,7 +1,7 @@
 """Chooses how a step goes through a decoder: the common way, with the kernels for few rows, in slices, or by graphs.
 
 The runner asks `PrefillGraphs.choose` before it asks the model. Where hidden states of layers are wanted, the pooler
-takes the common way. What counts are the traits that layers declare, never the classes of their parts.
+takes the common way. What counts are the ways that layers declare, never the classes of their parts.
 """
 
 import os
@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from torch import Tensor
 
 from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.few_rows_layer import few_rows_kernels_serve, few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.layer_stack import Layer, ResidualStream, Way
 from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs, SmallPrefillGraphs, sizes_that_pay
 from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
-from nanoinfer.quantization.linear_method import ProductKind
 
 
 def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
@@ -37,16 +37,15 @@ def _step_has_few_rows(decoder: Decoder, num_rows: int) -> bool:
     return decoder.tp.size == 1 and few_rows_kernels_serve(num_rows, decoder.embed_tokens.weight)
 
 
-def _few_rows_where_possible(
-    layer: DecoderLayer, hidden: PartialSum | None, residual: Tensor, step: ForwardStep
-) -> tuple[PartialSum | None, Tensor]:
-    if hidden is None and _layer_serves_few_rows(layer):
-        return None, few_rows_layer(layer, residual, step)
-    return layer(hidden, residual, step)
+def _few_rows_where_possible(layer: Layer, stream: ResidualStream, step: ForwardStep) -> None:
+    if stream.added is None and _has_few_rows_way(layer):
+        stream.residual = few_rows_layer(layer, stream.residual, step)
+    else:
+        layer(stream, step)
 
 
-def _layer_serves_few_rows(layer: DecoderLayer) -> bool:
-    return layer.traits.is_common and layer.traits.products == {ProductKind.PLAIN}
+def _has_few_rows_way(layer: Layer) -> TypeGuard[DecoderLayer]:
+    return Way.FEW_ROWS in layer.ways
 
 
 @contextmanager
@@ -55,7 +54,7 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
 
     sizes: how many rows the steps have. Triton compiles outside Python's lock for the most part.
     """
-    layer, device = next(filter(_layer_serves_few_rows, decoder.layers), None), decoder.embed_tokens.weight.device
+    layer, device = next(filter(_has_few_rows_way, decoder.layers), None), decoder.embed_tokens.weight.device
     products = [
         product
         for num_rows in sizes
@@ -78,25 +77,14 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
 def suits_slices(decoder: Decoder, num_tokens: int) -> bool:
     """Return whether to compute a prefill step in slices.
 
-    It does not pay over NCCL, which slows the products down as much as slices would save, nor for weights that are
-    widened for each product, since each slice would widen them again.
+    It does not pay over NCCL, which slows the products down as much as slices would save.
     """
     tp, is_cpu = decoder.tp, decoder.embed_tokens.weight.device.type == "cpu"
     if num_tokens <= SLICE_TOKENS or tp.size == 1 or not (tp.copy_engines or is_cpu):
         return False
     if tp.symmetric_memory is not None and tp.symmetric_memory.max_tokens >= SLICE_TOKENS // 2:
         return False  # a slice might be so small that the kernel of its norm does the all-reduce
-    # Slices know layers that return the residual stream; an encoder's return the sum.
-    return _has_pieces(decoder) and all(layer.traits.returns_stream for layer in decoder.layers)
-
-
-def _has_pieces(decoder: Decoder) -> bool:
-    """Return whether a step can be cut into pieces between its attentions: see `prefill_graphs.py`.
-
-    Pieces know plain attention alone. A weight that is widened for each product would be widened for few tokens.
-    """
-    traits = [layer.traits for layer in decoder.layers]
-    return all(one.has_plain_attention and ProductKind.WIDENED not in one.products for one in traits)
+    return all(Way.SLICES in layer.ways for layer in decoder.layers)
 
 
 def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
@@ -140,7 +128,7 @@ def small_prefill_graphs(decoder: Decoder, max_step_tokens: int, only_pools: boo
 
     A few tokens go to nearly all experts, and reading these takes longer than launching the step.
     """
-    if decoder.tp.size > 1 or decoder.has_experts or not _has_pieces(decoder):
+    if decoder.tp.size > 1 or decoder.has_experts or not all(Way.GRAPHS in layer.ways for layer in decoder.layers):
         return None
-    sizes, few_tokens = sizes_that_pay(decoder.layers, max_step_tokens, only_pools)
-    return DecoderPrefillGraphs(decoder, sizes, few_tokens) if sizes else None
+    sizes, always_served = sizes_that_pay(decoder.layers, max_step_tokens, only_pools)
+    return DecoderPrefillGraphs(decoder, sizes, always_served) if sizes else None

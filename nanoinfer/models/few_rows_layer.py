@@ -3,6 +3,9 @@
 Such a step is bound by reading weights. A kernel takes a few microseconds to reach full bandwidth, so these steps use
 seven kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.
 With more rows the common kernels are faster, since they multiply by tensor cores.
+
+Since these kernels fuse across the borders of a layer's parts, this is a second implementation of `DecoderLayer`, on
+purpose. It serves the layers that have `Way.FEW_ROWS` among their `ways`.
 """
 
 from collections.abc import Callable
@@ -66,7 +69,7 @@ def _o(layer: DecoderLayer, heads: Tensor, residual: Tensor) -> Tensor:
 
 
 def _gate_up(layer: DecoderLayer, residual: Tensor) -> Tensor:
-    proj, norm = _mlp(layer).gate_up_proj, layer.norms.before_mlp
+    proj, norm = _mlp(layer).gate_up_proj, layer.post_attention_layernorm
     return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps), gated=True)
 
 

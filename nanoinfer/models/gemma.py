@@ -9,7 +9,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
-from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
+from nanoinfer.layers.layernorm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import ROPE_BY_TYPE_OF_LAYER, read_alternating_windows
 from nanoinfer.models.decoder_spec import DecoderSpec

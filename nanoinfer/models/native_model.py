@@ -15,7 +15,6 @@ from nanoinfer.models.config_fields import Reader
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.hidden_state_hooks import forward_with_hidden_states
 
 
 class NativeModel(nn.Module):
@@ -60,7 +59,7 @@ class NativeModel(nn.Module):
         return logits
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        return forward_with_hidden_states(self.model, step, layers)
+        return self.model.forward_with_hidden_states(step, layers)
 
     def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
         return PrefillGraphs.of(self.model, max_step_tokens, not self.generates, captures_largest)

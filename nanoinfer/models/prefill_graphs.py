@@ -2,7 +2,7 @@
 
 Attention depends on how a step's tokens are spread over sequences, so it is launched as ever. All else depends only on
 how many tokens there are. vLLM calls such graphs piecewise. Here a step is an iterator of pieces: each computes what
-lies between two attentions, from a buffer to a buffer. The pieces themselves are the plain twin of their graphs.
+lies between two attentions, from a buffer to a buffer. The pieces can also run without graphs.
 
 One GPU has them for small steps, whose kernels take the host longer to launch than a GPU to compute. Several have them
 for the largest: see `sliced_prefill.py`.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nanoinfer.device import capturing
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.layer_stack import ResidualStream
 
 logger = logging.getLogger("nanoinfer")
 
@@ -71,7 +72,7 @@ def run_pieces(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step:
     buffers.rows.copy_(decoder.embed(step))
     for layer in decoder.layers:
         next(pieces)
-        heads = layer.self_attn.attend(buffers.qkv, step)
+        heads = layer.attend(buffers.qkv, step)
         buffers.heads.copy_(heads)
         del heads
     next(pieces)
@@ -101,14 +102,16 @@ class PieceGraphs:
 
 def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
     """Compute what comes before each attention, and then what comes after the last, as the model's `forward` does."""
-    hidden: Any = None
-    residual = buffers.rows
+    stream = ResidualStream(buffers.rows)
     for layer in decoder.layers:
-        qkv, residual = layer.before_attention(hidden, residual)
+        layer.normalise_input(stream)
+        qkv = layer.project(stream)
         buffers.qkv.copy_(qkv if qkv.dim() == 2 else qkv.sum(0, dtype=torch.float32))
         yield
-        hidden, residual = layer.after_mixer(layer.self_attn.o_proj(buffers.heads), residual)
-    buffers.rows.copy_(decoder.finish(hidden, residual))
+        layer.add_attention(stream, buffers.heads)
+        layer.normalise_sum(stream)
+        layer.add_mlp(stream)
+    buffers.rows.copy_(decoder.finish(stream))
     yield
 
 
@@ -137,11 +140,11 @@ class SmallPrefillGraphs(ABC):
 
     The first steps of a size run without graphs; then the size is captured, but the largest size before all others.
     With or without graphs, a step runs the same kernels on the same number of rows, so equal steps have equal results.
-    few_tokens: steps with more tokens have graphs only if their texts are short.
+    always_served: steps of up to so many tokens have graphs, larger ones only if their texts are short.
     """
 
-    def __init__(self, sizes: list[int], few_tokens: int) -> None:
-        self.sizes, self._few_tokens = sizes, few_tokens
+    def __init__(self, sizes: list[int], always_served: int) -> None:
+        self.sizes, self._always_served = sizes, always_served
         self._num_steps = Counter[int]()  # by size
         self._graphs: dict[int, Any] = {}  # by size: what `capture` returned
         self._has_failed = False
@@ -156,7 +159,7 @@ class SmallPrefillGraphs(ABC):
 
     def serves(self, num_tokens: int, num_chunks: int) -> bool:
         """Return whether graphs pay for such a step: it has few tokens, or many short texts."""
-        if num_tokens <= self._few_tokens:
+        if num_tokens <= self._always_served:
             return True
         return not self._has_failed and num_tokens <= min(self.sizes[-1], MAX_MEAN_TEXT * num_chunks)
 
@@ -191,8 +194,8 @@ class SmallPrefillGraphs(ABC):
 class DecoderPrefillGraphs(SmallPrefillGraphs):
     """Computes small prefill steps of our own decoders and encoders."""
 
-    def __init__(self, decoder: Decoder, sizes: list[int], few_tokens: int) -> None:
-        super().__init__(sizes, few_tokens)
+    def __init__(self, decoder: Decoder, sizes: list[int], always_served: int) -> None:
+        super().__init__(sizes, always_served)
         self._decoder, self._buffers = decoder, Buffers.of(decoder, sizes[-1])
         self._buffers.clear()
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.fields import Fields
-from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
+from nanoinfer.layers.layernorm import GemmaRMSNorm
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import read_experts, read_linear_attention, read_rotary_dim
 from nanoinfer.models.decoder_spec import DecoderSpec

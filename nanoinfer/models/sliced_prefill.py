@@ -19,6 +19,7 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.layer_stack import ResidualStream
 from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, run_pieces
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
@@ -69,40 +70,46 @@ def _pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
     parts = zip(*(tensor.tensor_split(num_slices) for tensor in buffers), strict=True)
     slices = [Slice(exchange, tp, index, *tensors) for index, tensors in enumerate(parts)]
     first, *others = decoder.layers
-    _pipeline(slices, (0, lambda part: part.normalise(first.input_layernorm)), (1, _projection(first)))
+    _pipeline(slices, (0, first.normalise_input), (1, _projection(first)))
     yield
-    for layer, following in zip(decoder.layers, [*others, None], strict=True):
-        norm = decoder.norm if following is None else following.input_layernorm
-        _from_attention(slices, layer, norm, Slice.write_result if following is None else _projection(following))
+    for layer, following in zip(decoder.layers, others, strict=False):
+        _from_attention(slices, layer, following.normalise_input, _projection(following))
         yield
+    _from_attention(slices, decoder.layers[-1], lambda part: part.normalise(decoder.norm), Slice.write_result)
+    yield
 
 
 def _from_attention(
-    slices: list["Slice"], layer: DecoderLayer, next_norm: RMSNorm, end: Callable[["Slice"], object]
+    slices: list["Slice"],
+    layer: DecoderLayer,
+    normalise_next: Callable[["Slice"], None],
+    end: Callable[["Slice"], None],
 ) -> None:
     """Compute a layer from its attention on, the next norm, and what `end` does with that.
 
     The lags leave the ranks time to exchange what a stage needs. In each tick the norms come before the MLP, so that
     what they make is on its way while the MLP of another slice is computed.
     """
-    norms = layer.norms
     _pipeline(
         slices,
-        (0, lambda part: part.add(layer.self_attn.o_proj(part.heads), norms.of_attention)),
-        (1, lambda part: part.normalise(norms.before_mlp)),
-        (4, lambda part: part.normalise(next_norm)),
-        (2, lambda part: part.add(layer.mlp(part.gathered_rows(layer.mlp.input_format)), norms.of_mlp)),
+        (0, lambda part: layer.add_attention(part, part.heads)),
+        (1, layer.normalise_sum),
+        (4, normalise_next),
+        (2, layer.add_mlp),
         (5, end),
     )
 
 
-def _projection(layer: DecoderLayer) -> Callable[["Slice"], object]:
+def _projection(layer: DecoderLayer) -> Callable[["Slice"], None]:
     """Return a function that writes a slice's queries, keys and values to its buffer."""
-    qkv_proj = layer.self_attn.qkv_proj
-    return lambda part: part.qkv.copy_(qkv_proj(part.gathered_rows(qkv_proj.input_format)))
+
+    def project(part: "Slice") -> None:
+        part.qkv.copy_(layer.project(part))
+
+    return project
 
 
-def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], object]]) -> None:
+def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], None]]) -> None:
     """Take all slices through stages, each with a lag: how many slices it is behind."""
     for tick in range(len(slices) + max(lag for lag, _ in stages)):
         for lag, do in stages:
@@ -110,11 +117,11 @@ def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], obj
                 do(slices[tick - lag])
 
 
-class Slice:
+class Slice(ResidualStream):
     """One slice of a step on its way through the layers.
 
-    Each rank keeps the residual of the rows that it owns. index: the slice's number in exchanges. rows, qkv, heads: its
-    part of the step's `Buffers`.
+    Each rank keeps the residual of the rows that it owns. What is added, or normalised, is exchanged at once. index:
+    the slice's number in exchanges. rows, qkv, heads: its part of the step's `Buffers`.
     """
 
     def __init__(
@@ -128,31 +135,26 @@ class Slice:
     ) -> None:
         self._exchange, self._tp, self._index = exchange, tp, index
         self._rows, self.qkv, self.heads = rows, qkv, heads
-        self._residual = self._own(rows)
-        self._terms: Tensor | None = None  # what this rank adds to all rows, until the next norm
-        self._sum_norm: RMSNorm | None = None
+        super().__init__(self._own(rows))
 
-    def add(self, terms: PartialSum, sum_norm: RMSNorm | None) -> None:
-        """Start to exchange terms; the next norm adds their sum to the residual, after `sum_norm` if there is one."""
+    def add(self, terms: PartialSum, norm_of_terms: RMSNorm | None) -> None:
         assert terms.other_terms is None, "several ranks have one sum"
-        [self._terms], self._sum_norm = terms.terms, sum_norm
-        self._exchange.start_reduce_scatter(self._index, self._terms)
+        [sums] = terms.terms
+        super().add(terms, norm_of_terms)
+        self._exchange.start_reduce_scatter(self._index, sums)
 
-    def normalise(self, norm: RMSNorm) -> None:
-        """Add what is to be added to the residual, and normalise that."""
+    def normalise(self, norm: RMSNorm, _out_format: RowFormat | None = None) -> None:
         normed = self._exchange.own_rows(self._index, len(self._rows))
-        if self._terms is None:
-            normed.copy_(rms_norm(self._residual, norm.weight, norm.eps))
+        if self.added is None:
+            normed.copy_(rms_norm(self.residual, norm.weight, norm.eps))
         else:
-            sum_weight = None if self._sum_norm is None else self._sum_norm.weight
             received = self._exchange.received(self._index, len(normed))
-            weights, terms = (norm.weight, norm.eps, sum_weight), self._own(self._terms)
-            _, self._residual = add_rms_norm(terms, self._residual, *weights, other_terms=received, out=normed)
-            self._terms = None
+            weights, terms = (norm.weight, norm.eps, self.added.sum_weight), self._own(self.added.terms[0])
+            _, self.residual = add_rms_norm(terms, self.residual, *weights, other_terms=received, out=normed)
+            self.added = None
         self._exchange.start_all_gather(self._index, len(self._rows))
 
-    def gathered_rows(self, out_format: RowFormat | None = None) -> Activations:
-        """Return what the last norm made of all rows, rounded as a product wants it."""
+    def normed_rows(self, out_format: RowFormat | None) -> Activations:
         rows = self._exchange.gathered(self._index, len(self._rows))
         return rows if out_format is None else quantize_rows(rows, out_format)
 
@@ -165,7 +167,7 @@ class Slice:
 
 
 class PlainExchange:
-    """This is the plain twin of `CopyEngines`, for a CPU. After its all-reduce no terms of others are left to add."""
+    """Does on a CPU what `CopyEngines` does. After its all-reduce no terms of others are left to add."""
 
     def __init__(self, tp: TensorParallel, rows: Tensor) -> None:
         self._tp, self._like = tp, rows

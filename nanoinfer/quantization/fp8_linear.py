@@ -19,7 +19,15 @@ from nanoinfer.checkpoint.quantization_config import (
 )
 from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
-from nanoinfer.ops.common.fp8_format import FEW_TOKENS, FP8, FP8_MAX, GROUP_SIZE, Activations, QuantizedRows, RowFormat
+from nanoinfer.ops.common.fp8_format import (
+    FP8,
+    FP8_MAX,
+    GROUP_SIZE,
+    MAX_SMALL_STEP,
+    Activations,
+    QuantizedRows,
+    RowFormat,
+)
 from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.quantization.linear_method import (
@@ -251,11 +259,11 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         """Return how many splits of K, of whole groups, make about as many tiles as the GPU computes at a time."""
         if not may_split(x, self.dtype, bias):
             return 1
-        is_few, group_size = len(x) <= FEW_TOKENS, GROUP_SIZE
+        is_small, group_size = len(x) <= MAX_SMALL_STEP, GROUP_SIZE
         if self.input_format is not None and self.input_format.group_size is not None:
             group_size = self.input_format.group_size
-        columns, num_wanted = (64, 256) if is_few else (128, 128)  # tiles of few tokens share a multiprocessor
-        num_tiles, num_splits = -(-num_outputs // columns) * -(-len(x) // FEW_TOKENS), 1
+        columns, num_wanted = (64, 256) if is_small else (128, 128)  # tiles of few tokens share a multiprocessor
+        num_tiles, num_splits = -(-num_outputs // columns) * -(-len(x) // MAX_SMALL_STEP), 1
         while 2 * num_tiles * num_splits <= num_wanted and num_splits < MAX_SPLITS:
             if x.shape[1] % (2 * num_splits * group_size):
                 break

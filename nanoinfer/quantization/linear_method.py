@@ -17,7 +17,7 @@ from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 
 MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
-FEW_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
+MIN_UNSPLIT_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class LinearMethod:
 
     kind: how the layer multiplies. input_format: how it wants its inputs; None: in the dtype of the model. Whatever
     makes them may round them, in the kernel that it runs anyway. splits_large_products: whether partial sums pay for
-    more outputs than FEW_OUTPUTS, too.
+    more outputs than MIN_UNSPLIT_OUTPUTS, too.
     """
 
     kind = ProductKind.PLAIN
@@ -159,5 +159,5 @@ class LinearMethod:
         if not may_split(x, x.dtype, bias):
             return 1
         is_long = x.shape[1] >= 4096  # enough to sum up in each of four parts
-        num_splits = 4 if num_outputs < (FEW_OUTPUTS if is_long else FEW_OUTPUTS // 2) else 2
+        num_splits = 4 if num_outputs < (MIN_UNSPLIT_OUTPUTS if is_long else MIN_UNSPLIT_OUTPUTS // 2) else 2
         return num_splits if x.shape[1] % (8 * num_splits) == 0 else 1

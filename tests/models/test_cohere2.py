@@ -16,7 +16,7 @@ from transformers.models.cohere2.modeling_cohere2 import (
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.device import default_dtype
-from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
+from nanoinfer.layers.layernorm import CohereLayerNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.native_config import read_native_config

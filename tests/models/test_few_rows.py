@@ -2,20 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nanoinfer import LLM
-from nanoinfer.layers.cohere_layer_norm import CohereLayerNorm
-from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
-from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.layernorm import CohereLayerNorm, GemmaRMSNorm, RMSNorm
 from nanoinfer.models import execution, few_rows_layer
 from nanoinfer.models.decoder import DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
+from nanoinfer.models.layer_stack import Way
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
+from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 COMMON = ("Llama", "Ministral3", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
@@ -86,28 +86,57 @@ def test_every_architecture_gives_the_same_tokens_with_few_rows(
         assert bool(calls) == (architecture.removesuffix("ForCausalLM") in COMMON)
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_common", "has_plain_attention"),
-    [
-        ({}, True, True),
-        ({"qk_norm": True, "has_sinks": True, "interleaves_rotary": True}, True, True),
-        ({"has_post_norms": True}, False, True),
-        ({"norm": GemmaRMSNorm}, False, True),
-        ({"activation": gelu_tanh_and_mul}, False, True),
-        ({"norm": CohereLayerNorm}, False, False),
-        ({"norm": type("ANewNorm", (RMSNorm,), {})}, False, False),
-        ({"has_pre_norms": False, "has_post_norms": True}, False, False),
-        ({"has_parallel_block": True}, False, False),
-        ({"has_gates": True}, False, False),
-    ],
-)
-def test_layers_that_the_fast_ways_do_not_know_stay_off_them(
-    changes: dict[str, Any], is_common: bool, has_plain_attention: bool
-) -> None:
+PIECES = {Way.GRAPHS, Way.SLICES}
+
+
+def layer_of(spec: DecoderSpec, **traits: bool) -> Any:
     layer: Any = DecoderLayer.__new__(DecoderLayer)
     torch.nn.Module.__init__(layer)
-    layer.spec, layer.has_multipliers, layer.is_linear, layer.has_experts = DecoderSpec(**changes), False, False, False
-    assert (layer.traits.is_common, layer.traits.has_plain_attention) == (is_common, has_plain_attention)
+    layer.spec = spec
+    for name in ("has_multipliers", "is_linear", "has_experts"):
+        setattr(layer, name, traits.get(name, False))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({}, {*Way}),
+        ({"qk_norm": True, "has_sinks": True, "interleaves_rotary": True}, {*Way}),
+        ({"has_post_norms": True}, PIECES),
+        ({"norm": GemmaRMSNorm}, PIECES),
+        ({"activation": gelu_tanh_and_mul}, PIECES),
+        ({"norm": CohereLayerNorm}, set()),
+        ({"norm": type("ANewNorm", (RMSNorm,), {})}, set()),
+        ({"has_pre_norms": False, "has_post_norms": True}, set()),
+        ({"has_parallel_block": True}, set()),
+        ({"has_gates": True}, set()),
+    ],
+)
+def test_layers_that_the_fast_ways_do_not_know_stay_off_them(changes: dict[str, Any], ways: set[Way]) -> None:
+    assert layer_of(DecoderSpec(**changes)).ways == ways
+
+
+@pytest.mark.parametrize(
+    ("traits", "products", "ways"),
+    [
+        ({"has_experts": True}, [ProductKind.PLAIN], PIECES),
+        ({"has_multipliers": True}, [ProductKind.PLAIN], set()),
+        ({"is_linear": True}, [ProductKind.PLAIN], set()),
+        ({}, [ProductKind.PLAIN, ProductKind.PLAIN], {*Way}),
+        ({}, [ProductKind.PLAIN, ProductKind.ROUNDED], PIECES),
+        ({}, [ProductKind.PLAIN, ProductKind.WIDENED], set()),
+    ],
+)
+def test_experts_multipliers_and_products_keep_a_layer_off_the_ways_that_do_not_know_them(
+    traits: dict[str, bool], products: list[ProductKind], ways: set[Way]
+) -> None:
+    layer = layer_of(DecoderSpec(), **traits)
+    for index, kind in enumerate(products):
+        part: Any = torch.nn.Module()
+        part.quant_method = SimpleNamespace(kind=kind)
+        layer.add_module(str(index), part)
+    assert layer.ways == ways
 
 
 def test_experts_gelu_parallel_layers_and_weights_in_8_bits_take_the_common_path(

@@ -17,7 +17,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoinfer.device import default_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.layers.gemma_rms_norm import GemmaRMSNorm
+from nanoinfer.layers.layernorm import GemmaRMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.gemma import Gemma3Embedding
 from nanoinfer.models.native_config import read_native_config

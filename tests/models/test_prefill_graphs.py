@@ -13,8 +13,8 @@ from torch import Tensor
 from nanoinfer.models import execution, prefill_graphs
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.layer_stack import Way
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, DecoderPrefillGraphs, padded_sizes
-from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 NOT_PLAIN = ("Cohere2ForCausalLM", "Exaone4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -112,7 +112,7 @@ def test_models_that_only_pool_have_larger_sizes() -> None:
 
 def test_graphs_of_large_sizes_are_for_short_texts() -> None:
     small = DecoderPrefillGraphs.__new__(DecoderPrefillGraphs)
-    small.sizes, small._few_tokens, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
+    small.sizes, small._always_served, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
     served = [(256, 1), (257, 3), (2048, 16), (12800, 100), (16384, 128)]
     others = [(257, 2), (2048, 15), (12801, 100), (16384, 127), (16385, 512)]
     assert [small.serves(*step) for step in served + others] == [True] * 5 + [False] * 5
@@ -139,20 +139,20 @@ def test_models_that_only_pool_have_no_graphs_of_slices(
         ({"max_step_tokens": 63}, [63]),
         ({"size": 2}, None),
         ({"has_experts": True}, None),
-        ({"has_plain_attention": False}, None),
-        ({"products": {ProductKind.ROUNDED}}, [64, 128, 150]),
-        ({"products": {ProductKind.PLAIN, ProductKind.WIDENED}}, None),
+        ({"ways": {Way.FEW_ROWS, Way.SLICES}}, None),
     ],
 )
 def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sizes: list[int] | None
 ) -> None:
-    found = {"max_step_tokens": 150, "size": 1, "has_experts": False, "has_plain_attention": True}
-    given = SimpleNamespace(**{**found, "products": {ProductKind.PLAIN}, **changes})
-    decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=[SimpleNamespace(traits=given)])
+    given = SimpleNamespace(
+        **{"max_step_tokens": 150, "size": 1, "has_experts": False, "ways": {Way.GRAPHS}, **changes}
+    )
+    layers = [SimpleNamespace(ways={*Way}), SimpleNamespace(ways=given.ways)]
+    decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=layers)
     monkeypatch.setattr(prefill_graphs, "padded_sizes", lambda _layers, only_pools: [64, 128, 192])
     monkeypatch.setattr(
-        execution, "DecoderPrefillGraphs", lambda _decoder, sizes, _few_tokens: SimpleNamespace(sizes=sizes)
+        execution, "DecoderPrefillGraphs", lambda _decoder, sizes, _always_served: SimpleNamespace(sizes=sizes)
     )
     small: Any = execution.small_prefill_graphs(decoder, given.max_step_tokens, only_pools=False)
     assert (small and small.sizes) == sizes
@@ -170,13 +170,11 @@ def test_where_a_capture_fails_steps_go_on_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.zeros(10, 4)
-    attention = SimpleNamespace(
-        qkv_proj=SimpleNamespace(local_sizes={"q": 4, "k": 4, "v": 4}), attend=lambda qkv, _step: qkv[:, :4]
-    )
+    attention = SimpleNamespace(qkv_proj=SimpleNamespace(local_sizes={"q": 4, "k": 4, "v": 4}))
     decoder: Any = SimpleNamespace(
         embed_tokens=SimpleNamespace(weight=weight),
         embed=lambda step: weight[step.token_ids],
-        layers=[SimpleNamespace(self_attn=attention)],
+        layers=[SimpleNamespace(self_attn=attention, attend=lambda qkv, _step: qkv[:, :4])],
     )
     captured = []
 
@@ -186,7 +184,7 @@ def test_where_a_capture_fails_steps_go_on_without(
 
     monkeypatch.setattr(prefill_graphs, "PieceGraphs", fail)
     monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda _decoder, _buffers: iter([None, None]))
-    small = DecoderPrefillGraphs(decoder, [8, 16], few_tokens=16)
+    small = DecoderPrefillGraphs(decoder, [8, 16], always_served=16)
     for _ in range(2 * STEPS_BEFORE_CAPTURE):
         step: Any = SimpleNamespace(token_ids=torch.arange(5))
         assert small(step).shape == (5, 4)

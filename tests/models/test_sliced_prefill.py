@@ -15,7 +15,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models import execution, sliced_prefill
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.quantization.linear_method import ProductKind
+from nanoinfer.models.layer_stack import Way
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 RUN_WHOLE = (
@@ -72,10 +72,7 @@ def test_slices_give_the_tokens_of_whole_steps(
         ({"num_tokens": SLICE_TOKENS}, False),
         ({"size": 1}, False),
         ({"is_prefill": False}, False),
-        ({"products": {ProductKind.PLAIN, ProductKind.WIDENED}}, False),
-        ({"products": {ProductKind.ROUNDED}}, True),
-        ({"has_plain_attention": False}, False),
-        ({"returns_stream": False}, False),
+        ({"ways": {Way.FEW_ROWS, Way.GRAPHS}}, False),
         ({"copy_engines": None}, False),
         ({"copy_engines": None, "device": "cpu"}, True),
         ({"symmetric_memory": SimpleNamespace(max_tokens=2047)}, True),
@@ -89,9 +86,7 @@ def test_large_prefill_steps_of_several_ranks_have_slices(
         num_tokens=SLICE_TOKENS + 1,
         is_prefill=True,
         size=2,
-        products={ProductKind.PLAIN},
-        has_plain_attention=True,
-        returns_stream=True,
+        ways={Way.SLICES},
         copy_engines="copy engines",
         symmetric_memory=None,
         device="cuda",
@@ -104,7 +99,7 @@ def test_large_prefill_steps_of_several_ranks_have_slices(
 
     decoder: Any = ADecoder(
         tp=found,
-        layers=[SimpleNamespace(traits=found)],
+        layers=[SimpleNamespace(ways={*Way}), SimpleNamespace(ways=found.ways)],
         embed_tokens=SimpleNamespace(weight=torch.zeros(1, 1, device="meta" if found.device == "cuda" else "cpu")),
     )
     step: Any = SimpleNamespace(token_ids=range(found.num_tokens), attention=found, routed=None)

@@ -18,14 +18,13 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.embed_head import NoHead, VocabParallelEmbedding
+from nanoinfer.layers.embed_head import NoHead, ScoreHead, VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.layers.score_head import ScoreHead
 from nanoinfer.models.config_fields import Reader, read_head_dim
-from nanoinfer.models.decoder_spec import LayerTraits
 from nanoinfer.models.encoders.layers import ACTIVATIONS, HEAD_ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.layer_stack import Layer, LayerStack, ResidualStream, Way
 from nanoinfer.models.native_model import NativeModel
 from nanoinfer.ops.activations.spec import gelu_and_mul
 
@@ -67,9 +66,6 @@ class EncoderAttention(nn.Module):
         spec = AttentionSpec(heads, heads, head_dim, config.attention_scale, window, causal=False)
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec))
 
-    def forward(self, hidden: Tensor, step: ForwardStep) -> PartialSum:
-        return self.o_proj(self.attend(self.qkv_proj(hidden), step))
-
     def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
         """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
         return self.attn(qkv, None, step.positions, step.kv_cache.layer(0), step.attention).flatten(1)
@@ -98,12 +94,10 @@ class EncoderMLP(nn.Module):
         return self.activation(gate) * up
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(Layer):
     """A layer; ModernBERT's first one has no norm before its attention, since the embedding has one."""
 
-    traits: ClassVar[LayerTraits] = LayerTraits(
-        frozenset(), is_common=False, has_plain_attention=True, returns_stream=False
-    )
+    ways: ClassVar[frozenset[Way]] = frozenset({Way.GRAPHS})
 
     def __init__(
         self,
@@ -123,35 +117,36 @@ class EncoderLayer(nn.Module):
         self.attn_norm: Any = nn.Identity() if self.is_pre_norm and index == 0 else LayerNorm(*options)
         self.mlp_norm = LayerNorm(*options)
 
-    def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
-        """(num_tokens, hidden_size) -> the same."""
-        return self._after_attention(self.self_attn(self._normed(hidden), step), hidden)
+    def normalise_input(self, stream: ResidualStream) -> None:
+        stream.normed = self.attn_norm(stream.residual) if self.is_pre_norm else stream.residual
 
-    def before_attention(self, _: None, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries, keys and values, and the hidden states; see `DecoderLayer`."""
-        return self.self_attn.qkv_proj(self._normed(hidden)), hidden
+    def project(self, stream: ResidualStream) -> Tensor:
+        return self.self_attn.qkv_proj(stream.normed)
 
-    def after_mixer(self, attended: PartialSum, hidden: Tensor) -> tuple[None, Tensor]:
-        """Return what `DecoderLayer.after_mixer` does: nothing to be added, and the sum."""
-        return None, self._after_attention(attended, hidden)
+    def attend(self, projected: Tensor, step: ForwardStep) -> Tensor:
+        return self.self_attn.attend(projected, step)
 
-    def _normed(self, hidden: Tensor) -> Tensor:
-        return self.attn_norm(hidden) if self.is_pre_norm else hidden
+    def add_attention(self, stream: ResidualStream, heads: Tensor) -> None:
+        stream.add(self.self_attn.o_proj(heads), None)
 
-    def _after_attention(self, attended: PartialSum, hidden: Tensor) -> Tensor:
-        total = whole(attended)
+    def normalise_sum(self, stream: ResidualStream) -> None:
+        assert stream.added is not None, "attention has added to the stream"
+        total, stream.added = whole(stream.added), None
         if self.is_pre_norm:
-            normed = self.mlp_norm.of_sum(total, hidden, total)
-            return total + self.mlp(normed)
-        hidden = self.attn_norm.of_sum(total, hidden)
-        return self.mlp_norm.of_sum(self.mlp(hidden), hidden)
+            stream.normed = self.mlp_norm.of_sum(total, stream.residual, total)
+            stream.residual = total
+        else:
+            stream.normed = stream.residual = self.attn_norm.of_sum(total, stream.residual)
+
+    def add_mlp(self, stream: ResidualStream, _row_mask: Any = None, _routed: Any = None) -> None:
+        out = self.mlp(stream.normed)
+        stream.residual = stream.residual + out if self.is_pre_norm else self.mlp_norm.of_sum(out, stream.residual)
 
 
-class Encoder(nn.Module):
-    """Embeddings, layers, and ModernBERT's last norm. It has what the runner asks of a decoder."""
+class Encoder(LayerStack):
+    """Embeddings, layers, and ModernBERT's last norm."""
 
     layers: Sequence[EncoderLayer]
-    has_experts = False
 
     def __init__(
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
@@ -184,15 +179,7 @@ class Encoder(nn.Module):
         self.layers = cast(Sequence[EncoderLayer], nn.ModuleList(layers))
         self.final_norm = nn.Identity() if self.position_embeddings is not None else LayerNorm(*norm)
 
-    def forward(self, step: ForwardStep) -> Tensor:
-        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        hidden = self.embed(step)
-        for layer in self.layers:
-            hidden = layer(hidden, step)
-        return self.finish(None, hidden)
-
     def embed(self, step: ForwardStep) -> Tensor:
-        """Return what the first layer reads, (num_tokens, hidden_size)."""
         hidden = self.embed_tokens(step.token_ids)
         if self.token_type_embeddings is not None:
             types = torch.zeros_like(step.token_ids) if step.token_types is None else step.token_types
@@ -201,9 +188,8 @@ class Encoder(nn.Module):
             hidden = hidden + self.position_embeddings(step.positions + self.first_position)
         return self.embedding_norm(hidden)
 
-    def finish(self, _: None, hidden: Tensor) -> Tensor:
-        """Return the model's hidden states, of those that the last layer returns."""
-        return self.final_norm(hidden)
+    def finish(self, stream: ResidualStream) -> Tensor:
+        return self.final_norm(stream.residual)
 
 
 class EncoderScore(nn.Module):

@@ -77,9 +77,9 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
         attentions: list[CachedAttention],
         forward: Callable[[ForwardStep], Tensor],
         sizes: list[int],
-        few_tokens: int,
+        always_served: int,
     ) -> None:
-        super().__init__(sizes, few_tokens)
+        super().__init__(sizes, always_served)
         self._model, self._attentions, self._forward = model, attentions, forward
         device = next(model.model.parameters()).device
         self._token_ids = torch.zeros(sizes[-1], dtype=torch.int32, device=device)

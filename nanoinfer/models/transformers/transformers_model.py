@@ -156,10 +156,10 @@ class TransformersModel(nn.Module):
         layers = [layer for layer, _ in layers_of(self._split.model, self._calls)]
         if not (layers and self._can_be_captured):
             return PrefillGraphs()
-        sizes, few_tokens = sizes_that_pay(layers, max_step_tokens, not self.generates)
+        sizes, always_served = sizes_that_pay(layers, max_step_tokens, not self.generates)
         if not sizes:
             return PrefillGraphs()
-        graphs = TransformersPrefillGraphs(self._split, self._attentions, self.forward, sizes, few_tokens)
+        graphs = TransformersPrefillGraphs(self._split, self._attentions, self.forward, sizes, always_served)
         if self._why_no_prefill_graphs is None:
             self._why_no_prefill_graphs = graphs.why_not() or ""
             if self._why_no_prefill_graphs:

@@ -8,7 +8,7 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest value of e4m3, which has no infinity
 GROUP_SIZE = 128  # neighbouring values of a row: those that share a scale have one group or several
-FEW_TOKENS = 128  # so many rows at most are multiplied in tiles that suit few
+MAX_SMALL_STEP = 128  # tokens; larger steps are multiplied in other tiles
 TO_SCALE = 1 / FP8_MAX  # a product, since PyTorch divides by a number in one way on a CPU and in another on a GPU
 TINY = 1.2e-38  # a scale below it has no reciprocal in float32; what it would scale is rounded to zero
 

@@ -12,7 +12,7 @@ The product:
 - Many tokens are bound by reading them again for each tile of columns, so that tiles are large.
 - The tensor cores add up FP8 products with about 14 bits. That makes sums of 4,096 random values wrong by 0.13%,
   and of 12,288 by 0.26%; rounding the factors costs 3.7%. So a sum stays in the tensor cores until its scale changes.
-- Where rows have one scale each, PyTorch multiplies more than `FEW_TOKENS` tokens. It is faster then.
+- Where rows have one scale each, PyTorch multiplies more than `MAX_SMALL_STEP` tokens. It is faster then.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
-from nanoinfer.ops.common.fp8_format import FEW_TOKENS, GROUP_SIZE, RowFormat, group_size_of
+from nanoinfer.ops.common.fp8_format import GROUP_SIZE, MAX_SMALL_STEP, RowFormat, group_size_of
 from nanoinfer.ops.common.math import e4m3_scale, to_e4m3
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 
@@ -344,12 +344,12 @@ def fp8_product(x, x_scales, weight, weight_scales, bias, dtype, num_splits=1):
 def _suits_pytorch(num_tokens: int, weight: Tensor, dtype: torch.dtype, has_parts: bool) -> bool:
     """Return whether torch._scaled_mm can compute a product, and there are enough tokens for it."""
     is_even = all(size % 16 == 0 for size in weight.shape)
-    return num_tokens > FEW_TOKENS and weight.is_cuda and dtype == torch.bfloat16 and is_even and not has_parts
+    return num_tokens > MAX_SMALL_STEP and weight.is_cuda and dtype == torch.bfloat16 and is_even and not has_parts
 
 
 def choose_tiling(num_tokens: int, device: torch.device) -> Tiling:
     """Return how to cut a product of so many tokens. Few of them have one tile, so that the weight is read once."""
-    if num_tokens > FEW_TOKENS:
+    if num_tokens > MAX_SMALL_STEP:
         return Tiling(128, 128, True, stages=4 if has_large_shared_memory(device) else 3, warps=8)
     rows = max(16, next_power_of_2(num_tokens))
     return Tiling(rows, 64, False, stages=6 if rows <= 64 else 4, warps=4)

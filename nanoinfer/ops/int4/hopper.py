@@ -33,7 +33,7 @@ from nanoinfer.ops.common.hopper import MAX_REGISTERS, load_tile
 from nanoinfer.ops.int4.spec import MANY_COLUMNS, MANY_ROWS
 from nanoinfer.ops.int4.triton import BLOCK, E2M1_BF16, E2M1_F16, NUMBERS_BF16, NUMBERS_F16, WORDS
 
-MAX_FEW_ROWS = gl.constexpr(64)  # for which sums are scaled, not the weight
+MAX_ROWS_WITH_SCALED_SUMS = gl.constexpr(64)  # with more, the weight is scaled
 
 
 class Tile(NamedTuple):
@@ -206,7 +206,7 @@ def _multiply_block(acc, weight, x, part, groups, PARTS: gl.constexpr):
     """Add the product of a block. weight: its quarters. part: where x's part is in `x`."""
     a, b, c, d = weight
     layout: gl.constexpr = acc.type.layout
-    if x.shape[1] > MAX_FEW_ROWS:
+    if x.shape[1] > MAX_ROWS_WITH_SCALED_SUMS:
         scaled = gl.convert_layout(_scaled(weight, groups, x.dtype), gl.DotOperandLayout(0, layout, 2))
         acc = warpgroup_mma(scaled, x.index(part).permute((1, 0)), acc)
     elif PARTS == 4:
@@ -410,7 +410,7 @@ def _hopper_int4_many_rows_kernel(
     )  # fmt: skip
 
 
-def few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
+def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
     (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
@@ -447,7 +447,7 @@ def few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
             maxnreg=MAX_REGISTERS,
         )
         return out
-    parts = groups if tile.rows <= MAX_FEW_ROWS.value else 1
+    parts = groups if tile.rows <= MAX_ROWS_WITH_SCALED_SUMS.value else 1
     _hopper_int4_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.columns), num_splits)](
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, BLOCK.value // parts], X_LAYOUTS[parts]),
         TensorDescriptor(numbers, *words_shape, [tile.columns, WORDS.value], WORDS_LAYOUT),

@@ -26,7 +26,7 @@ ZERO = 8  # the number that means 0 where there are no zero points
 GROUP_SIZE = 128  # inputs that share a scale, where we choose
 SHARES_OF_LARGEST = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # scales that are tried: what becomes -8
 MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
-# How the kernels cut `few_rows_product`, so that callers know how far to split its sums.
+# How the kernels cut `int4_product`, so that callers know how far to split its sums.
 ROWS, COLUMNS = 128, 64  # of a tile, at most: rows and outputs
 MANY_ROWS, MANY_COLUMNS = 256, 128  # of one for more rows, on Hopper
 
@@ -99,7 +99,7 @@ def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dt
 
 
 @op
-def few_rows_product(
+def int4_product(
     x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
 ) -> Tensor:
     """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.

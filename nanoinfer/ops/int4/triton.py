@@ -337,14 +337,14 @@ def _widen_kernel(
         tl.store(out_ptr + line[:, None] * num_inputs + place[None, :], wide, mask=mask)
 
 
-def few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
+def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
     (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
     assert num_inputs % BLOCK.value == 0, f"{num_inputs} inputs are not whole blocks of {BLOCK.value}"
     num_groups = scales.shape[1] if scales.dim() == 2 else 1
     if has_hopper_kernel(num_inputs, num_groups, x.device):
         from nanoinfer.ops.int4 import hopper
 
-        return hopper.few_rows_product(x, numbers, scales, zeros, num_splits, is_e2m1)
+        return hopper.int4_product(x, numbers, scales, zeros, num_splits, is_e2m1)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
         return out

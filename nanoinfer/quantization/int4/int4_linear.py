@@ -24,8 +24,8 @@ from nanoinfer.ops.int4.spec import (
     PackedWeight,
     block_size,
     dequantize,
-    few_rows_product,
     has_hopper_kernel,
+    int4_product,
     pack,
     quantize,
     widen,
@@ -208,14 +208,14 @@ class Int4LinearMethod(LinearMethod):
         x = cast(Tensor, x)
         if not self._step_has_few_rows(layer, x):
             return F.linear(x, self.wide_weight(layer), bias)
-        sums = self._few_rows_product(layer, x, is_split=False)
+        sums = self._product(layer, x, is_split=False)
         out = sums[0] if len(sums) == 1 else sums.sum(0)
         return out if bias is None else out + bias
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
         if bias is None and self._step_has_few_rows(layer, x):
-            return self._few_rows_product(layer, x, is_split=True)
+            return self._product(layer, x, is_split=True)
         return self.apply(layer, x, bias).unsqueeze(0)
 
     def expert_weights(self, layer: Any) -> ExpertWeights:
@@ -224,14 +224,14 @@ class Int4LinearMethod(LinearMethod):
             return super().expert_weights(layer)
         return ExpertWeights(*packed[:3], bias=layer.bias)
 
-    def _few_rows_product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
+    def _product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""
         numbers, scales, zeros = self.packed(layer)[:3]
         splits, (num_outputs, num_words) = 1, numbers.shape
         # In float16 a partial sum could overflow where the whole does not.
         if x.dtype == torch.bfloat16 and (is_split or len(x) <= ROWS):
             splits = num_splits(len(x), num_words * PACKED, num_outputs, is_split, num_multiprocessors(x.device))
-        return few_rows_product(x, numbers, scales, zeros, splits)
+        return int4_product(x, numbers, scales, zeros, splits)
 
     def _step_has_few_rows(self, layer: Any, x: Tensor) -> bool:
         """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
@@ -242,7 +242,7 @@ class Int4LinearMethod(LinearMethod):
 
 
 def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool, multiprocessors: int) -> int:
-    """Return in how many parts a product of few rows is summed. is_split: see `_few_rows_product`.
+    """Return in how many parts a product of few rows is summed. is_split: see `_product`.
 
     Up to ROWS rows so that enough small programs read the weight; for more so that the rounds, in which each
     multiprocessor has a program, are full.
