@@ -34,7 +34,6 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.metrics import EngineMetrics
-from nanoinfer.replicas.replica_messages import Metrics, Outputs, Requests
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, pack_ids
 
 CASES = ((256, 0), (1024, 0), (256, 100_000))  # sequences running, requests waiting
@@ -230,6 +229,8 @@ def measure_replicas(load: Load, num_replicas: int = 8) -> dict[str, float]:
 
 def answer_all(connections: SequenceOf[Connection]) -> None:
     """Answer the requests of all replicas at once, until the pipes are closed. As in a replica, a thread reads."""
+    from nanoinfer.replicas.replica_messages import Metrics, Requests  # PyTorch is imported with them
+
     received: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=read_all, args=(connections, received), daemon=True).start()
     for connection in connections:
@@ -253,8 +254,10 @@ def read_all(connections: SequenceOf[Connection], received: "SimpleQueue[Any]") 
     received.put(None)
 
 
-def stub_outputs(message: Requests) -> Outputs:
-    """Return outputs of as many tokens as each request may have."""
+def stub_outputs(message: Any) -> Any:
+    """Return the Outputs of a message of Requests, with as many tokens as each request may have."""
+    from nanoinfer.replicas.replica_messages import Outputs
+
     params = [pickle.loads(pickled) for pickled in message.params]
     counts = [params[index].max_tokens or 0 for index in message.which_params.tolist()]
     ids = message.columns[:, 0]
