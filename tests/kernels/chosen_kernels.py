@@ -17,10 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from triton.runtime.jit import JITFunction
-
 from tests.kernels.compile_cases import CASES, MODELS
-from tests.kernels.compile_engine import AbsentGpu, pretend, run_engine
+from tests.kernels.compile_engine import AbsentGpu, pretend, replace_launches, run_engine
 
 LIST = Path(__file__).with_suffix(".txt")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
@@ -44,7 +42,7 @@ def launches_of_all_cases() -> dict[str, list[str]]:
 def launches_of(gpu: AbsentGpu, capability: int, model: str, options: dict[str, Any]) -> list[str]:
     """Return the launches of one case. It needs a process of its own."""
     launches = set[str]()
-    JITFunction.run = lambda kernel, *args, **kwargs: launches.add(describe(kernel, *args, **kwargs))
+    replace_launches(lambda kernel, *args, **kwargs: launches.add(describe(kernel, *args, **kwargs)))
     gpu.capability = capability
     run_engine(MODELS[model], options)
     return sorted(launches)

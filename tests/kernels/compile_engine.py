@@ -52,6 +52,11 @@ class AbsentGpu:
         return 0
 
 
+def replace_launches(launch: Callable[..., Any]) -> None:
+    """Have every launch call `launch(kernel, *args, grid=..., warmup=..., **kwargs)`."""
+    JITFunction.run = launch
+
+
 def compile_instead_of_launching() -> None:
     """Have every launch compile its kernel, and print what came out."""
     run, known = JITFunction.run, set[int]()
@@ -65,7 +70,7 @@ def compile_instead_of_launching() -> None:
             sys.stdout.write(json.dumps({"kernel": self.fn.__name__, **figures}) + "\n")  # threads may write, too
             sys.stdout.flush()
 
-    JITFunction.run = compile_only
+    replace_launches(compile_only)
 
 
 def with_kernel(spec: Callable[..., Any]) -> Callable[..., Any]:
