@@ -109,93 +109,28 @@ def _clamped(gate, up, limit, alpha, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_pairs", "limit", "alpha"])
-def _gate_up_kernel(
+def _grouped_product_kernel(
     x_ptr,
     weight_ptr,
     scales_ptr,
     zeros_ptr,
-    bias_ptr,  # None, unless SwiGLU is clamped
+    bias_ptr,  # None: there is none, and SwiGLU is not clamped
     pairs_ptr,
     tile_experts_ptr,
     num_tiles_ptr,
+    pair_weights_ptr,  # None, if GATED
     out_ptr,
-    x_row_stride,
+    x_row_stride,  # None, unless GATED: depth
     limit,
     alpha,
     num_pairs,
     num_choices: tl.constexpr,
     num_experts: tl.constexpr,
-    hidden_size: tl.constexpr,
-    inner_size: tl.constexpr,
+    num_rows: tl.constexpr,  # of an expert's weight
+    depth: tl.constexpr,
     num_groups: tl.constexpr,
     E2M1: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of gate and up together
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    tile = tl.program_id(1)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    num_tiles = tl.num_programs(1) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
-    if tile >= num_tiles:
-        return
-    expert = tl.load(tile_experts_ptr + tile)
-    if expert == num_experts:
-        return
-    pair = tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
-    is_pair = pair < num_pairs
-    line = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # a column of the gate, the same column of up, and so on
-    weight_row = line // 2 + line % 2 * inner_size
-    acc = _tile_product(
-        x_ptr,
-        (weight_ptr, scales_ptr, zeros_ptr),
-        pair // num_choices,
-        is_pair,
-        expert,
-        weight_row,
-        x_row_stride,
-        2 * inner_size,
-        hidden_size,
-        num_groups,
-        E2M1,
-        DEPTH,
-        STAGES,
-        ASM,
-    )
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + expert.to(tl.int64) * (2 * inner_size) + weight_row
-        acc += tl.load(bias_ptrs, mask=line < 2 * inner_size, other=0.0).to(tl.float32)[None, :]
-    gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = gated(gate, up, dtype) if bias_ptr is None else _clamped(gate, up, limit, alpha, dtype)
-    column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-    out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * inner_size + column[None, :]
-    tl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None] & (column < inner_size)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _down_kernel(
-    x_ptr,
-    weight_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,  # None: there is none
-    pairs_ptr,
-    tile_experts_ptr,
-    num_tiles_ptr,
-    pair_weights_ptr,
-    out_ptr,
-    num_pairs,
-    num_choices: tl.constexpr,
-    num_experts: tl.constexpr,
-    inner_size: tl.constexpr,
-    hidden_size: tl.constexpr,
-    num_groups: tl.constexpr,
-    E2M1: tl.constexpr,
+    GATED: tl.constexpr,  # x has the rows of tokens, and the weight those of gate and up; else x has those of pairs
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -204,35 +139,46 @@ def _down_kernel(
     OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(1)
-    # The kernel before began when the plan was complete, so it is there before that kernel is done.
+    # The second product need not wait for its plan: the first one began when that was complete.
+    if OVERLAP and GATED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     num_tiles = tl.num_programs(1) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
     if tile >= num_tiles:
         return
     expert = tl.load(tile_experts_ptr + tile)
+    if GATED:  # noqa: SIM102  # a constant alone chooses the code
+        if expert == num_experts:
+            return
     pair = tile_pairs(pairs_ptr, tile, num_pairs, ROWS)
     is_pair = pair < num_pairs
-    pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if not GATED:
+        pair_weight = tl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    out_row = row_of_result(pair, num_pairs, num_choices)
-    out_ptrs = out_ptr + out_row[:, None] * hidden_size + column[None, :]
-    out_mask = is_pair[:, None] & (column < hidden_size)[None, :]
-    dtype = out_ptr.dtype.element_ty
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if expert == num_experts:
-        tl.store(out_ptrs, tl.zeros((ROWS, COLUMNS), dtype), mask=out_mask)
-        return
+    weight_row = column
+    if GATED:  # a column of the gate, the same column of up, and so on
+        weight_row = column // 2 + column % 2 * (num_rows // 2)
+    else:
+        out_row = row_of_result(pair, num_pairs, num_choices)
+        out_ptrs = out_ptr + out_row[:, None] * num_rows + column[None, :]
+        out_mask = is_pair[:, None] & (column < num_rows)[None, :]
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        if expert == num_experts:
+            tl.store(out_ptrs, tl.zeros((ROWS, COLUMNS), dtype), mask=out_mask)
+            return
     acc = _tile_product(
         x_ptr,
         (weight_ptr, scales_ptr, zeros_ptr),
-        pair,
+        pair // num_choices if GATED else pair,
         is_pair,
         expert,
-        column,
-        inner_size,
-        hidden_size,
-        inner_size,
+        weight_row,
+        x_row_stride if GATED else depth,
+        num_rows,
+        depth,
         num_groups,
         E2M1,
         DEPTH,
@@ -240,9 +186,16 @@ def _down_kernel(
         ASM,
     )
     if bias_ptr is not None:
-        bias_ptrs = bias_ptr + expert.to(tl.int64) * hidden_size + column
-        acc += tl.load(bias_ptrs, mask=column < hidden_size, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * num_rows + weight_row
+        acc += tl.load(bias_ptrs, mask=column < num_rows, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
+        out = gated(gate, up, dtype) if bias_ptr is None else _clamped(gate, up, limit, alpha, dtype)
+        column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * (num_rows // 2) + column[None, :]
+        tl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None] & (column < num_rows // 2)[None, :])
+    else:
+        tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
 
 MAX_INT4_ROWS = 64  # pairs of a tile for which a weight is read in 4 bits; for more it is widened first
@@ -342,28 +295,30 @@ def grouped_product(
     tiling = choose(plan.tile_size, num_slots, num_rows, x.dtype, x.device)
     if weight.scales is None and weight.values.shape[2] != depth:
         weight = weight._replace(values=weight.values[..., :depth].contiguous())
-    grid = (-(-num_rows // tiling.columns), num_slots)
-    options = {
-        "num_choices": pair_weights.shape[1],
-        "num_experts": num_experts,
-        "num_groups": weight.num_groups,
-        "E2M1": weight.is_e2m1,
-        "ROWS": plan.tile_size,
-        "COLUMNS": tiling.columns,
-        "DEPTH": tiling.depth,
-        "STAGES": tiling.stages,
-        "ASM": x.is_cuda,
-        "num_warps": tiling.warps,
+    _grouped_product_kernel[(-(-num_rows // tiling.columns), num_slots)](
+        x,
+        *weight[:4],
+        *plan.tensors,
+        None if is_gated else pair_weights,
+        out,
+        x.stride(0) if is_gated else None,
+        *(clamps or (0.0, 0.0) if is_gated else (None, None)),
+        pair_weights.numel(),
+        num_choices=pair_weights.shape[1],
+        num_experts=num_experts,
+        num_rows=num_rows,
+        depth=depth,
+        num_groups=weight.num_groups,
+        E2M1=weight.is_e2m1,
+        GATED=is_gated,
+        ROWS=plan.tile_size,
+        COLUMNS=tiling.columns,
+        DEPTH=tiling.depth,
+        STAGES=tiling.stages,
+        ASM=x.is_cuda,
+        num_warps=tiling.warps,
         **overlap_options(x.device),
-    }
-    tensors = x, *weight[:4], *plan.tensors
-    if is_gated:
-        sizes = {"hidden_size": depth, "inner_size": num_rows // 2}
-        limit, alpha = clamps or (0.0, 0.0)
-        _gate_up_kernel[grid](*tensors, out, x.stride(0), limit, alpha, pair_weights.numel(), **sizes, **options)
-    else:
-        sizes = {"hidden_size": num_rows, "inner_size": depth}
-        _down_kernel[grid](*tensors, pair_weights, out, pair_weights.numel(), **sizes, **options)
+    )
 
 
 def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:
