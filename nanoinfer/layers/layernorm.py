@@ -1,9 +1,10 @@
-"""Norms of a decoder: RMSNorm (Zhang and Sennrich 2019), alone or after the residual stream's addition, and its kin."""
+"""Norms: RMSNorm (Zhang and Sennrich 2019) and its kin, which add to the residual stream first, and LayerNorm."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.weights import check_shape
@@ -12,7 +13,7 @@ from nanoinfer.layers.linear import PartialSum
 from nanoinfer.ops.all_reduce_norm.spec import all_reduce_add_rms_norm
 from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
-from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8, rms_norm
+from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, add_rms_norm_to_fp8, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -145,3 +146,20 @@ def normalise_wholly(qkv: Tensor, q_norm: WholeNorm, k_norm: WholeNorm) -> Tenso
     q_norm.normalise_(qkv[:, :num_queries])
     k_norm.normalise_(qkv[:, num_queries : num_queries + num_keys])
     return qkv
+
+
+class LayerNorm(nn.Module):
+    """Computes (x - mean) / std * weight + bias over the last dimension (Ba et al. 2016); the bias may be absent."""
+
+    def __init__(self, size: int, eps: float, has_bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor, total: Tensor | None = None) -> Tensor:
+        """Return the norm of x + residual. total: see `add_layer_norm`."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, total)

@@ -46,10 +46,10 @@ REGISTRY: dict[str, str] = {
 
 # Encoders read texts and generate none. To the runner they are as decoders.
 ENCODERS: dict[str, str] = {
-    "BertModel": "encoders.bert.BertModel",
-    "ModernBertModel": "encoders.modernbert.ModernBertModel",
-    "RobertaModel": "encoders.bert.RobertaModel",
-    "XLMRobertaModel": "encoders.bert.XLMRobertaModel",
+    "BertModel": "bert.BertModel",
+    "ModernBertModel": "modernbert.ModernBertModel",
+    "RobertaModel": "bert.RobertaModel",
+    "XLMRobertaModel": "bert.XLMRobertaModel",
 }
 SUPPORTED: dict[str, str] = {**REGISTRY, **ENCODERS}
 # By the class for text and images, and the type of its text model: the class for text alone.

@@ -1,4 +1,4 @@
-"""The kernels for steps of few rows, compiled for the GPU: against their twins, and as a path of the decoder."""
+"""The kernels for steps of few rows, compiled: against their specifications, and as a path of the decoder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,16 +60,16 @@ def in_float32(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("num_outputs", "size", "gated"), SHAPES)
-def test_a_product_is_as_exact_as_its_twin(num_outputs: int, size: int, gated: bool, num_rows: int) -> None:
+def test_a_product_is_as_exact_as_its_specification(num_outputs: int, size: int, gated: bool, num_rows: int) -> None:
     x, weight, options = inputs(num_rows, num_outputs, size, gated)
     allowed, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     exact = in_float32(x, weight, options)
     torch.backends.cuda.matmul.allow_tf32 = allowed
-    twin = few_rows_product.__wrapped__(x, weight, **options)
+    specification = few_rows_product.__wrapped__(x, weight, **options)
     result = few_rows_product(x, weight, **options)
     assert result.shape == (num_rows, num_outputs)
-    error, twin_error = ((each.float() - exact).norm(dim=1) for each in (result, twin))
-    assert (error <= 1.3 * twin_error).all()
+    error, specification_error = ((each.float() - exact).norm(dim=1) for each in (result, specification))
+    assert (error <= 1.3 * specification_error).all()
     torch.testing.assert_close(result.float(), exact, rtol=0.03, atol=0.03 * exact.abs().mean().item())
     assert torch.equal(few_rows_product(x, weight, **options), result), "equal inputs give equal bits"
 

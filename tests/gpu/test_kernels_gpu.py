@@ -1,4 +1,4 @@
-"""Each Triton kernel, compiled for the GPU, against its PyTorch twin."""
+"""Each Triton kernel, compiled for the GPU, against its PyTorch specification."""
 
 import math
 from collections.abc import Callable
@@ -74,7 +74,7 @@ ROWS = [1, 7, 2048]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("size", [96, 1000, 1024, 2560, 4096, 5120, 8192])
-def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: torch.dtype) -> None:
+def test_rms_norm_equals_its_specification_on_the_cpu(size: int, num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, residual = (randn(num_rows, size + 8, dtype=dtype)[:, :size] for _ in range(2))
     weight = randn(size, dtype=dtype)
@@ -96,7 +96,7 @@ def test_rms_norm_equals_its_twin_on_the_cpu(size: int, num_rows: int, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("size", [96, 768, 1000, 4096])
-def test_add_layer_norm_equals_its_twin(size: int, num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+def test_add_layer_norm_equals_its_specification(size: int, num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(0)
     x, residual = randn(num_rows, size, dtype=dtype), randn(num_rows, size, dtype=dtype)
     weight, bias = randn(size, dtype=dtype), randn(size, dtype=dtype) if has_bias else None
@@ -109,7 +109,7 @@ def test_add_layer_norm_equals_its_twin(size: int, num_rows: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "num_terms"), [(1000, 1), (4096, 2), (12288, 5)])
-def test_a_norm_that_subtracts_the_mean_equals_its_twin(size: int, num_terms: int, dtype: torch.dtype) -> None:
+def test_a_norm_that_subtracts_the_mean_equals_its_specification(size: int, num_terms: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     terms, residual, weight = randn(num_terms, 300, size, dtype=dtype), randn(300, size, dtype=dtype), randn(size)
     out, total = add_rms_norm(terms, residual, weight, 1e-5, centres=True)
@@ -143,7 +143,7 @@ def test_a_row_parallel_product_of_few_tokens_is_split_over_k(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("size", [640, 1152, 5376])
-def test_norms_with_float32_weights_also_of_the_sum_equal_their_twins_on_the_cpu(
+def test_norms_with_float32_weights_also_of_the_sum_equal_their_specifications_on_the_cpu(
     size: int, num_rows: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -160,7 +160,9 @@ def test_norms_with_float32_weights_also_of_the_sum_equal_their_twins_on_the_cpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", ROWS)
 @pytest.mark.parametrize("size", [160, 1001, 3072, 12288])
-def test_gated_activations_equal_their_twins_on_the_cpu(size: int, num_tokens: int, dtype: torch.dtype) -> None:
+def test_gated_activations_equal_their_specifications_on_the_cpu(
+    size: int, num_tokens: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     gate_up = 3 * randn(num_tokens, 2 * size, dtype=dtype)
     assert_nearly_equal(silu_and_mul(gate_up), silu_and_mul(gate_up.cpu()))
@@ -171,8 +173,8 @@ def test_gated_activations_equal_their_twins_on_the_cpu(size: int, num_tokens: i
     torch.testing.assert_close(exact, F.gelu(wide, approximate="tanh"), rtol=1e-3, atol=1e-12)
     assert_nearly_equal(gelu_tanh_and_mul(gate_up), exact.to(dtype) * up)
     # Of the error function both lose digits there.
-    found, twin = gelu_and_mul(gate_up).cpu(), gelu_and_mul(gate_up.cpu())
-    torch.testing.assert_close(found, twin, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
+    found, specification = gelu_and_mul(gate_up).cpu(), gelu_and_mul(gate_up.cpu())
+    torch.testing.assert_close(found, specification, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,7 +193,7 @@ def test_gated_activations_equal_their_twins_on_the_cpu(size: int, num_tokens: i
         (2, 1, 100, 100),
     ],
 )
-def test_norm_rope_store_equals_its_twin_on_the_cpu(
+def test_norm_rope_store_equals_its_specification_on_the_cpu(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -219,8 +221,8 @@ def test_norm_rope_store_equals_its_twin_on_the_cpu(
     expected = norm_rope_store(*on_cpu, expected_cache.k, expected_cache.v, slots.cpu())
     actual = norm_rope_store(qkv, weights, 1e-6, positions, table, cache.k, cache.v, slots)
     written, expected_written = (cache.k, cache.v), (expected_cache.k, expected_cache.v)
-    for ours, twin in zip((*actual, *written), (*expected, *expected_written), strict=True):
-        assert_nearly_equal(ours, twin)
+    for ours, specification in zip((*actual, *written), (*expected, *expected_written), strict=True):
+        assert_nearly_equal(ours, specification)
     q, k, v = actual
     assert torch.equal(v, expected[2].cuda())
     kept = slots >= 0
@@ -232,7 +234,7 @@ def test_norm_rope_store_equals_its_twin_on_the_cpu(
 
 @pytest.mark.parametrize("num_splits", [2, 4])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 128), (3, 1, 256), (9, 3, 80)])
-def test_partial_sums_of_queries_keys_and_values_are_added_up_as_by_the_twin(
+def test_partial_sums_of_queries_keys_and_values_are_added_up_as_by_the_specification(
     num_heads: int, num_kv_heads: int, head_dim: int, num_splits: int
 ) -> None:
     torch.manual_seed(0)
@@ -250,13 +252,13 @@ def test_partial_sums_of_queries_keys_and_values_are_added_up_as_by_the_twin(
     expected = norm_rope_store(qkv.cpu(), weights_on_cpu, 1e-6, positions, table, on_cpu.k, on_cpu.v, slots)
     inputs = qkv, weights, 1e-6, positions.cuda(), table.cuda(), cache.k, cache.v, slots.cuda()
     actual = norm_rope_store(*inputs)
-    for ours, twin in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
-        assert_nearly_equal(ours, twin)
+    for ours, specification in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
+        assert_nearly_equal(ours, specification)
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 80), (256, 96)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(
+def test_neighbouring_dimensions_are_rotated_together_as_by_the_specification(
     head_dim: int, rotary_dim: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -268,8 +270,8 @@ def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(
     expected = norm_rope_store(*inputs, interleaved=True)
     inputs = qkv, None, 1e-6, positions.cuda(), table.cuda(), cache.k, cache.v, positions.cuda()
     actual = norm_rope_store(*inputs, interleaved=True)
-    for ours, twin in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
-        assert_nearly_equal(ours, twin)
+    for ours, specification in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
+        assert_nearly_equal(ours, specification)
 
 
 def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
@@ -300,7 +302,7 @@ def triton_backend(spec: AttentionSpec) -> AttentionBackend:
     return TritonBackend(spec)
 
 
-def assert_attention_equals_its_twin(step: Step) -> Tensor:
+def assert_attention_equals_its_specification(step: Step) -> Tensor:
     """The kernels' result; rows without a context are zero."""
     out = step.assert_equals_specification(triton_backend(step.spec))
     if isinstance(step.metadata, DecodeMetadata):
@@ -314,8 +316,8 @@ def on_gpu(group_size: int, head_dim: int = 128, num_kv_heads: int = 8, block_si
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize("name", ATTENTION_CASES)
-def test_attention_equals_its_twin(name: str, dtype: torch.dtype) -> None:
-    assert_attention_equals_its_twin(ATTENTION_CASES[name].step(device="cuda", dtype=dtype))
+def test_attention_equals_its_specification(name: str, dtype: torch.dtype) -> None:
+    assert_attention_equals_its_specification(ATTENTION_CASES[name].step(device="cuda", dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
@@ -324,21 +326,21 @@ def test_attention_equals_its_twin(name: str, dtype: torch.dtype) -> None:
     [(128, 1), (128, 2), (128, 5), (128, 16), (64, 2), (64, 8), (80, 64), (96, 4), (256, 2), (256, 8)],
 )
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_decode_and_prefill_of_any_sizes_equal_their_twin(
+def test_decode_and_prefill_of_any_sizes_equal_their_specification(
     dtype: torch.dtype, head_dim: int, group_size: int, block_size: int
 ) -> None:
     layer = replace(on_gpu(group_size, head_dim, 2, block_size), dtype=dtype)
     lens = [0, 1, 15, 16, 17, block_size - 1, block_size, block_size + 1, 700]
-    assert_attention_equals_its_twin(random_step(layer, lens))
+    assert_attention_equals_its_specification(random_step(layer, lens))
     query_lens = [max(1, length // 3) for length in lens[1:]]
-    assert_attention_equals_its_twin(random_step(layer, lens[1:], query_lens))
+    assert_attention_equals_its_specification(random_step(layer, lens[1:], query_lens))
 
 
 @pytest.mark.parametrize("window", [None, 1000])
 @pytest.mark.parametrize("group_size", [2, 5])
-def test_a_long_prefill_equals_its_twin(group_size: int, window: int | None) -> None:
+def test_a_long_prefill_equals_its_specification(group_size: int, window: int | None) -> None:
     layer = replace(on_gpu(group_size), window=window)
-    assert_attention_equals_its_twin(random_step(layer, [3000, 5000, 4096], [3000, 700, 1]))
+    assert_attention_equals_its_specification(random_step(layer, [3000, 5000, 4096], [3000, 700, 1]))
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -346,7 +348,7 @@ def test_a_long_prefill_equals_its_twin(group_size: int, window: int | None) -> 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group_size", [1, 2, 4, 8, 32])
 @pytest.mark.parametrize("block_size", [128, 256])
-def test_hoppers_own_prefill_equals_its_twin(
+def test_hoppers_own_prefill_equals_its_specification(
     group_size: int, head_dim: int, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also tiles of which one half is empty, and NaN past the contexts; twice, since the kernel resets its counters."""
@@ -383,10 +385,10 @@ def test_a_prompt_of_nan_spoils_no_other_on_hopper() -> None:
 @pytest.mark.parametrize(
     ("num_rows", "longest"), [(1, 32_000), (1, 1), (3, 9000), (8, 2048), (40, 1024), (200, 600), (600, 300)]
 )
-def test_contexts_cut_between_programs_equal_their_twin(num_rows: int, longest: int, group_size: int) -> None:
+def test_contexts_cut_between_programs_equal_their_specification(num_rows: int, longest: int, group_size: int) -> None:
     context_lens = torch.randint(0, longest, (num_rows,), generator=torch.Generator().manual_seed(0)).tolist()
     step = random_step(on_gpu(group_size), [*context_lens[:-1], longest])
-    actual, backend = assert_attention_equals_its_twin(step), triton_backend(step.spec)
+    actual, backend = assert_attention_equals_its_specification(step), triton_backend(step.spec)
     for _ in range(20):
         assert torch.equal(step.run(backend), actual), "equal steps give equal bits"
 
@@ -419,7 +421,7 @@ def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
     step = random_step(layer, context_lens, prefix_groups=[PrefixGroup(0, 250, 8)] if one_prefix else groups)
     shared = shared_prefixes(groups, num_rows, "cuda")
     step.metadata = replace(step.metadata, shared_prefixes=shared)
-    actual = assert_attention_equals_its_twin(step)
+    actual = assert_attention_equals_its_specification(step)
     for _ in range(20):
         assert torch.equal(step.run(backend), actual), "equal steps give equal bits"
 
@@ -485,7 +487,7 @@ def sample_by_kernel(
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 1003, 4096, 151936])
-def test_sampling_equals_its_twin(vocab_size: int) -> None:
+def test_sampling_equals_its_specification(vocab_size: int) -> None:
     torch.manual_seed(0)
     logits, arguments = 3 * randn(64, vocab_size), random_draws(64)
     for dtype in (torch.float32, torch.bfloat16):
@@ -540,7 +542,9 @@ def test_sampling_draws_from_the_softmax(places: list[int]) -> None:
     ("vocab_size", "first_id", "num_ids"),
     [(151936, 0, 151936), (151936, 75968, 75968), (49152, 0, 49152), (1003, 0, 1003), (1003, 512, 491)],
 )
-def test_forbidding_tokens_equals_its_twin(vocab_size: int, first_id: int, num_ids: int, dtype: torch.dtype) -> None:
+def test_forbidding_tokens_equals_its_specification(
+    vocab_size: int, first_id: int, num_ids: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     logits, words = randn(64, num_ids, dtype=dtype), -(-vocab_size // 32)
     logits[3, ::7], logits[5, ::11] = torch.nan, torch.inf
@@ -611,7 +615,7 @@ LIMITS = [  # temperature, top_k, top_p, min_p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
 @pytest.mark.parametrize("vocab_size", [1, 1003, 32000, 151936])
-def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
+def test_thresholds_allow_what_their_specification_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(64, vocab_size, device="cuda") * spread).to(dtype)
     limits = torch.tensor(LIMITS, device="cuda").repeat(8, 1)
@@ -646,7 +650,7 @@ def test_a_row_that_is_not_finite_has_no_token_under_a_threshold_either(value: f
     assert ids.tolist() == [-1] * 8
 
 
-def test_a_draw_above_thresholds_is_that_of_its_twin() -> None:
+def test_a_draw_above_thresholds_is_that_of_its_specification() -> None:
     torch.manual_seed(0)
     logits = (torch.randn(64, 151936, device="cuda") * 3).bfloat16()
     rows, temperatures = torch.arange(64, device="cuda"), torch.rand(64, device="cuda") * 2
@@ -688,7 +692,7 @@ def test_draws_under_qwens_settings_follow_the_truncated_softmax() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 16, 512])
 @pytest.mark.parametrize("max_blocks", [1, 160, 3000])
-def test_rows_of_the_tables_are_read_as_their_twin_reads_them(max_blocks: int, num_rows: int) -> None:
+def test_rows_of_the_tables_are_read_as_their_specification_reads_them(max_blocks: int, num_rows: int) -> None:
     torch.manual_seed(0)
     token_ids = torch.randint(0, 150000, (513, 256 * max_blocks + 1), dtype=torch.int32, device="cuda")
     block_tables = torch.randint(0, 2**31 // 256, (513, max_blocks), dtype=torch.int32, device="cuda")
@@ -702,7 +706,9 @@ def test_rows_of_the_tables_are_read_as_their_twin_reads_them(max_blocks: int, n
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [((128,), torch.bfloat16), ((256,), torch.int8), ((), torch.float32)])
-def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_first_tokens_of_blocks_are_copied_as_by_the_specification(
+    sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     cache = torch.randn(28, 100, 8, 256, *sizes, device="cuda").mul(50).to(dtype)
     copies = torch.tensor([[i, 50 + i, 7 * i] for i in range(36)], dtype=torch.int32, device="cuda")
@@ -714,7 +720,7 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(256000, torch.bfloat16), (32003, torch.float16), (1000, torch.float32)])
-def test_a_soft_cap_of_logits_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+def test_a_soft_cap_of_logits_equals_its_specification(size: int, dtype: torch.dtype) -> None:
     logits = 40 * randn(300, size, dtype=dtype)
     logits[0, 0], logits[1, 0], logits[2, 0] = torch.nan, torch.inf, -torch.inf
     expected = cap_logits.__wrapped__(logits.clone(), 30.0)
@@ -726,7 +732,7 @@ def test_a_soft_cap_of_logits_equals_its_twin(size: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("num_best", [0, 1, 5, 20])
 @pytest.mark.parametrize(("size", "dtype"), [(151936, torch.bfloat16), (49152, torch.float16), (32003, torch.float32)])
-def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtype, num_best: int) -> None:
+def test_statistics_of_logits_are_those_of_the_specification(size: int, dtype: torch.dtype, num_best: int) -> None:
     logits, first_id = 4 * randn(300, size, dtype=dtype), 1024
     logits[1, 3:] = -torch.inf
     logits[3, ::2] = 1.5

@@ -1,4 +1,4 @@
-"""The kernels for steps of few rows in Triton's interpreter, on the CPU, against their twins.
+"""The kernels for steps of few rows in Triton's interpreter, on the CPU, against their specifications.
 
 On a GPU: tests/gpu/test_few_rows_gpu.py.
 """
@@ -54,7 +54,7 @@ def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
         *((10, 1300, num_rows) for num_rows in (1, 3)),
     ],
 )
-def test_a_product_equals_its_twin(num_outputs: int, size: int, num_rows: int, tiling: Tiling) -> None:
+def test_a_product_equals_its_specification(num_outputs: int, size: int, num_rows: int, tiling: Tiling) -> None:
     x, weight = rows_amid_nan(num_rows, size), randn(num_outputs, size, seed=1)
     norm = rows_amid_nan(1, size, seed=2)[0], 1e-6
     for its_norm in (None, norm):
@@ -117,8 +117,8 @@ def test_16_bits_are_rounded_about_as_often_as_by_separate_layers(tiling: Tiling
     result = few_rows_kernels.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
     assert result.dtype == torch.float16
     exact = few_rows.few_rows_product(x.float(), weight.float(), norm=(norm.float(), 1e-6), gated=True)
-    twin = few_rows.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
-    assert (result.float() - exact).norm() < 1.5 * (twin.float() - exact).norm()
+    specification = few_rows.few_rows_product(x, weight, norm=(norm, 1e-6), gated=True)
+    assert (result.float() - exact).norm() < 1.5 * (specification.float() - exact).norm()
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on the CPU, against their PyTorch twins. On a GPU: tests/gpu.
+"""The Triton kernels in Triton's interpreter, on the CPU, against their specifications. On a GPU: tests/gpu.
 
 Those of attention have a file of their own.
 """
@@ -67,22 +67,22 @@ SIZES_AND_DTYPES = [(1, torch.float32), (96, torch.float16), (1000, torch.float3
 
 @pytest.mark.parametrize("num_terms", [1, 3])
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
-def test_a_norm_that_subtracts_the_mean_equals_its_twin(size: int, dtype: torch.dtype, num_terms: int) -> None:
+def test_a_norm_that_subtracts_the_mean_equals_its_specification(size: int, dtype: torch.dtype, num_terms: int) -> None:
     x, residual = 1 + randn(num_terms, 4, size, dtype=dtype), randn(4, size, seed=1, dtype=dtype)
     weight = randn(size, seed=2)
     arguments = x, residual, weight, 1e-5
     out, total = norm_kernels.add_rms_norm(*arguments, centres=True)
     expected, expected_total = norms.add_rms_norm(*arguments, centres=True)
     assert_nearly_equal(total, expected_total)
-    # The twin adds up terms in their own dtype.
+    # The specification adds up terms in their own dtype.
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
-    alone, twin = (module.rms_norm(x[0], weight, 1e-5, centres=True) for module in (norm_kernels, norms))
-    torch.testing.assert_close(alone, twin, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    alone, specification = (module.rms_norm(x[0], weight, 1e-5, centres=True) for module in (norm_kernels, norms))
+    torch.testing.assert_close(alone, specification, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
-def test_add_layer_norm_equals_its_twin(size: int, dtype: torch.dtype, has_bias: bool) -> None:
+def test_add_layer_norm_equals_its_specification(size: int, dtype: torch.dtype, has_bias: bool) -> None:
     x, residual, weight, bias = (1 + randn(4, size, seed=seed, dtype=dtype) for seed in range(4))
     unchanged, arguments = x.clone(), (residual, weight[0], bias[0] if has_bias else None, 1e-5)
     expected_total = torch.empty_like(x)
@@ -102,7 +102,7 @@ def test_add_layer_norm_takes_contiguous_rows_alone() -> None:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (8192, torch.float16)])
-def test_rms_norm_of_rows_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+def test_rms_norm_of_rows_of_any_size_equals_its_specification(size: int, dtype: torch.dtype) -> None:
     x, residual, weight = (randn(3, size, seed=seed, dtype=dtype) for seed in range(3))
     unchanged = x.clone(), residual.clone()
     assert_nearly_equal(norm_kernels.rms_norm(x, weight[0], 1e-5), norms.rms_norm(x, weight[0], 1e-5))
@@ -143,8 +143,8 @@ def test_float32_weights_multiply_before_rounding_and_a_sum_is_normalised_before
     for terms in (x, parts, parts.to(dtype)):
         results = norm_kernels.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
         expected = norms.add_rms_norm(terms, residual, weight, 1e-5, sum_weight)
-        for ours, twin in zip(results, expected, strict=True):
-            assert_nearly_equal(ours, twin)
+        for ours, specification in zip(results, expected, strict=True):
+            assert_nearly_equal(ours, specification)
         assert not torch.equal(results[1], norms.add_rms_norm(terms, residual, weight, 1e-5)[1])
 
 
@@ -159,8 +159,10 @@ def test_add_rms_norm_adds_the_terms_of_other_ranks_and_writes_where_it_is_told(
     unchanged, rows = x.clone(), torch.full((7, size), NAN, dtype=dtype)
     out, total = norm_kernels.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=rows[1:6])
     expected = norms.add_rms_norm(torch.stack([x, *other_terms]).float(), residual, weight, 1e-5, sum_weight)
-    twin = norms.add_rms_norm(x, residual, weight, 1e-5, sum_weight, other_terms, out=torch.empty_like(residual))
-    for ours, other, wanted in zip((out, total), twin, expected, strict=True):
+    specification = norms.add_rms_norm(
+        x, residual, weight, 1e-5, sum_weight, other_terms, out=torch.empty_like(residual)
+    )
+    for ours, other, wanted in zip((out, total), specification, expected, strict=True):
         assert_nearly_equal(ours, wanted)
         assert_nearly_equal(other, wanted)
     assert torch.equal(rows[1:6], out)
@@ -172,8 +174,8 @@ def test_rms_norm_reads_rows_out_of_wider_ones() -> None:
     wide, wider, weight = randn(4, 100), randn(4, 200, seed=1), randn(60)
     x, residual = wide[:, 20:80], wider[:, 100:160]
     actual = norm_kernels.add_rms_norm(x, residual, weight, 1e-5)
-    for ours, twin in zip(actual, norms.add_rms_norm(x, residual, weight, 1e-5), strict=True):
-        assert_nearly_equal(ours, twin)
+    for ours, specification in zip(actual, norms.add_rms_norm(x, residual, weight, 1e-5), strict=True):
+        assert_nearly_equal(ours, specification)
     with pytest.raises(AssertionError, match="residual must be contiguous in its last dimension"):
         norm_kernels.add_rms_norm(x, wider[:, 0:120:2], weight, 1e-5)
 
@@ -247,8 +249,10 @@ class AllRanks:
 )
 def test_in_one_shot_a_rank_reduces_all_rows_for_itself(normalises_sum: bool, dtype: torch.dtype) -> None:
     ranks = AllRanks(97, two_shot=False, rank=1, normalises_sum=normalises_sum, dtype=dtype)
-    twin = all_reduce_norm.all_reduce_add_rms_norm(ranks.terms[1], ranks.residual, ranks.buffers, *ranks.weights)
-    torch.testing.assert_close(twin, (ranks.expected, ranks.expected_total))
+    specification = all_reduce_norm.all_reduce_add_rms_norm(
+        ranks.terms[1], ranks.residual, ranks.buffers, *ranks.weights
+    )
+    torch.testing.assert_close(specification, (ranks.expected, ranks.expected_total))
     out, total = ranks.run()
     assert_nearly_equal(out, ranks.expected)
     assert_nearly_equal(total, ranks.expected_total)
@@ -343,23 +347,23 @@ EXP_OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @EXP_OVERFLOWS
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
-def test_a_gated_activation_of_any_size_equals_its_twin(size: int, dtype: torch.dtype, name: str) -> None:
-    kernel, twin = getattr(gated_kernels, name), getattr(activations, name)
+def test_a_gated_activation_of_any_size_equals_its_specification(size: int, dtype: torch.dtype, name: str) -> None:
+    kernel, specification = getattr(gated_kernels, name), getattr(activations, name)
     for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
         unchanged = gate_up.clone()
         # In float32, PyTorch's GELU loses digits where the gate is nearly closed.
         exact = gate_up.double() if gate_up.dtype == torch.float32 else gate_up
-        assert_nearly_equal(kernel(gate_up), twin(exact).to(gate_up.dtype))
+        assert_nearly_equal(kernel(gate_up), specification(exact).to(gate_up.dtype))
         assert torch.equal(gate_up, unchanged)
 
 
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
-def test_gelu_by_the_error_function_of_any_size_equals_its_twin(size: int, dtype: torch.dtype) -> None:
+def test_gelu_by_the_error_function_of_any_size_equals_its_specification(size: int, dtype: torch.dtype) -> None:
     """Both lose digits where the gate is nearly closed."""
     for gate_up in (4 * randn(3, 2 * size, dtype=dtype), randn(4, 2 * size + 10)[:, 5:-5], randn(0, 2 * size)):
-        found, twin = (where.gelu_and_mul(gate_up) for where in (gated_kernels, activations))
-        assert found.dtype == twin.dtype
-        torch.testing.assert_close(found, twin, rtol=4 * torch.finfo(gate_up.dtype).eps, atol=1e-5)
+        found, specification = (where.gelu_and_mul(gate_up) for where in (gated_kernels, activations))
+        assert found.dtype == specification.dtype
+        torch.testing.assert_close(found, specification, rtol=4 * torch.finfo(gate_up.dtype).eps, atol=1e-5)
     assert gated_kernels.gelu_and_mul(torch.tensor([[-200.0, 200.0, 1.0, 2.0]])).tolist() == [[0.0, 400.0]]
 
 
@@ -374,7 +378,9 @@ def test_a_gate_is_closed_where_its_exponential_overflows() -> None:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [*SIZES_AND_DTYPES, (9001, torch.float16)])
-def test_a_soft_cap_of_any_row_equals_its_twin_and_leaves_what_lies_between_rows(size: int, dtype: torch.dtype) -> None:
+def test_a_soft_cap_of_any_row_equals_its_specification_and_leaves_what_lies_between_rows(
+    size: int, dtype: torch.dtype
+) -> None:
     whole = 40 * randn(3, size + 5, dtype=dtype)
     whole[0, 0], whole[1, 0], whole[2, 0] = math.nan, math.inf, -math.inf
     expected = whole.clone()
@@ -409,7 +415,7 @@ class HeadsStep:
     slots: tuple[int, ...] = (33, -1, 0, 15, -1, 16, 47, -1)  # of 48, out of order; -1: no slot
 
     def run(self, norm_rope_store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
-        """The results, by name, of the kernel or of its twin; the packed rows are cut out of wider ones."""
+        """The results, by name, of the kernel or of its specification; the packed rows are cut out of wider ones."""
         num_tokens, size = len(self.slots), (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         qkv = 3 * randn(self.num_splits, num_tokens, size + 16, dtype=self.dtype)[:, :, :size]
         qkv = qkv if self.num_splits > 1 else qkv[0]
@@ -430,7 +436,7 @@ class HeadsStep:
         return {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
 
 
-def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
+def assert_step_equals_its_specification(step: HeadsStep) -> dict[str, Tensor]:
     actual, expected = step.run(kv_cache_kernels.norm_rope_store), step.run(kv_cache.norm_rope_store)
     for name in actual:
         assert_nearly_equal(actual[name], expected[name])
@@ -449,11 +455,11 @@ def assert_step_equals_its_twin(step: HeadsStep) -> dict[str, Tensor]:
         (256, True, torch.float32),
     ],
 )
-def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_twin(
+def test_heads_of_any_size_are_normalised_rotated_and_stored_as_by_the_specification(
     head_dim: int, has_norms: bool, dtype: torch.dtype
 ) -> None:
     """Five tokens with a slot, three without."""
-    out = assert_step_equals_its_twin(HeadsStep(head_dim=head_dim, has_norms=has_norms, dtype=dtype))
+    out = assert_step_equals_its_specification(HeadsStep(head_dim=head_dim, has_norms=has_norms, dtype=dtype))
     for side in ("k", "v"):
         written = (out[f"{side}_cache"] != -7.0).any(dim=-1)
         assert written.sum() == 5 * 2, "nothing else is written"
@@ -466,7 +472,7 @@ def test_partial_sums_of_queries_keys_and_values_are_added_up_in_float32(
     num_splits: int, rotary_dim: int | None, has_norms: bool
 ) -> None:
     step = HeadsStep(num_splits=num_splits, rotary_dim=rotary_dim, has_norms=has_norms, dtype=torch.float16)
-    out = assert_step_equals_its_twin(step)
+    out = assert_step_equals_its_specification(step)
     size = (step.num_heads + 2 * step.num_kv_heads) * step.head_dim
     whole = 3 * randn(num_splits, len(step.slots), size + 16, dtype=torch.float16)[:, :, :size]
     values = whole.float().sum(0)[:, -step.num_kv_heads * step.head_dim :].half()
@@ -476,7 +482,7 @@ def test_partial_sums_of_queries_keys_and_values_are_added_up_in_float32(
 def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() -> None:
     step = HeadsStep(head_dim=256, dtype=torch.bfloat16, weight_dtype=torch.float32)
     rounded_before = replace(step, weight_dtype=None).run(kv_cache.norm_rope_store)
-    assert not torch.equal(assert_step_equals_its_twin(step)["q"], rounded_before["q"])
+    assert not torch.equal(assert_step_equals_its_specification(step)["q"], rounded_before["q"])
 
 
 @pytest.mark.parametrize(
@@ -484,10 +490,10 @@ def test_float32_weights_multiply_heads_of_16_bits_before_these_are_rounded() ->
     [{}, {"head_dim": 80, "has_norms": False}, {"rotary_dim": 24}, {"num_splits": 3, "dtype": torch.float16}],
     ids=str,
 )
-def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(options: dict[str, Any]) -> None:
+def test_neighbouring_dimensions_are_rotated_together_as_by_the_specification(options: dict[str, Any]) -> None:
     step = HeadsStep(**options, interleaved=True)
     out, halves = (
-        assert_step_equals_its_twin(step),
+        assert_step_equals_its_specification(step),
         replace(step, interleaved=False).run(kv_cache.norm_rope_store),
     )
     assert not torch.equal(out["q"], halves["q"])
@@ -496,11 +502,11 @@ def test_neighbouring_dimensions_are_rotated_together_as_by_the_twin(options: di
 
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (96, 72), (100, 2), (128, 126)])
-def test_the_first_dimensions_of_heads_are_rotated_as_by_the_twin(
+def test_the_first_dimensions_of_heads_are_rotated_as_by_the_specification(
     head_dim: int, rotary_dim: int, has_norms: bool
 ) -> None:
     step = HeadsStep(head_dim=head_dim, rotary_dim=rotary_dim, has_norms=has_norms)
-    assert_step_equals_its_twin(step)
+    assert_step_equals_its_specification(step)
     whole = replace(step, rotary_dim=None).run(kv_cache.norm_rope_store)
     assert not torch.equal(whole["q"], step.run(kv_cache.norm_rope_store)["q"])
 
@@ -508,14 +514,14 @@ def test_the_first_dimensions_of_heads_are_rotated_as_by_the_twin(
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "block_size"), [(1, 1, 1), (3, 3, 3), (10, 5, 16), (7, 1, 48), (16, 8, 16)]
 )
-def test_any_number_of_heads_equals_its_twin(num_heads: int, num_kv_heads: int, block_size: int) -> None:
+def test_any_number_of_heads_equals_its_specification(num_heads: int, num_kv_heads: int, block_size: int) -> None:
     """Programs that hold queries, keys and values together, and heads past the last, included."""
-    assert_step_equals_its_twin(HeadsStep(num_heads, num_kv_heads, block_size=block_size, slots=(33, -1, 0)))
+    assert_step_equals_its_specification(HeadsStep(num_heads, num_kv_heads, block_size=block_size, slots=(33, -1, 0)))
 
 
 @pytest.mark.parametrize("slots", [(-1, -1), ()])
 def test_a_step_without_slots_writes_nothing(slots: tuple[int, ...]) -> None:
-    out = assert_step_equals_its_twin(HeadsStep(slots=slots))
+    out = assert_step_equals_its_specification(HeadsStep(slots=slots))
     assert (out["k_cache"] == -7.0).all()
     assert (out["v_cache"] == -7.0).all()
 
@@ -570,7 +576,7 @@ def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
     return ids
 
 
-def test_sample_has_groups_as_large_as_its_twin() -> None:
+def test_sample_has_groups_as_large_as_its_specification() -> None:
     assert GROUP_SIZE.value == gumbel_max.GROUP_SIZE
 
 
@@ -578,7 +584,7 @@ def test_sample_has_groups_as_large_as_its_twin() -> None:
     ("vocab_size", "dtype"),
     [(1, torch.float32), (1001, torch.float16), (TILE, torch.float32), (2 * TILE + 6, torch.float16)],
 )
-def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -> None:
+def test_sample_draws_what_its_specification_draws(vocab_size: int, dtype: torch.dtype) -> None:
     logits = 3 * randn(len(SEEDS), vocab_size, dtype=dtype)
     unchanged = logits.clone()
     ids = sample_triton(logits, *sampling_arguments())
@@ -587,7 +593,7 @@ def test_sample_draws_what_its_twin_draws(vocab_size: int, dtype: torch.dtype) -
     assert torch.equal(logits, unchanged)
 
 
-def test_sample_draws_what_its_twin_draws_from_flat_logits_with_many_seeds() -> None:
+def test_sample_draws_what_its_specification_draws_from_flat_logits_with_many_seeds() -> None:
     """The noise alone decides: 24 draws from 1,500 ids that are all alike."""
     seeds = torch.arange(24)
     arguments = (torch.ones(24), seeds, (seeds * 3).int())
@@ -630,7 +636,7 @@ def test_the_sampling_kernel_gives_no_token_for_a_row_without_a_finite_best(valu
 
 
 @pytest.mark.parametrize("first_id", [0, 3 * TILE])
-def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> None:
+def test_the_best_candidates_of_a_shard_are_those_of_the_specification(first_id: int) -> None:
     logits = 3 * randn(len(SEEDS), TILE + 70)
     logits[3] = -math.inf
     logits[4, 5] = math.nan
@@ -643,7 +649,7 @@ def test_the_best_candidates_of_a_shard_are_those_of_the_twin(first_id: int) -> 
     assert torch.equal(ids[scores.isfinite()], expected_ids[scores.isfinite()])
 
 
-def test_a_draw_above_thresholds_equals_its_twin() -> None:
+def test_a_draw_above_thresholds_equals_its_specification() -> None:
     logits, rows = 3 * randn(len(SEEDS), TILE + 70), torch.tensor([0, 1, 2, -1, 4, 5, 6, 7])
     bounds = torch.tensor([-math.inf, 3.0, 6.0, 0.0, 8.0, 9.0, 1e9, NAN])
     temperatures, seeds, _ = sampling_arguments()
@@ -675,7 +681,7 @@ def random_masks(num_masks: int, num_words: int) -> Tensor:
 @pytest.mark.parametrize(
     ("num_ids", "first_id"), [(1, 0), (100, 0), (MASK_TILE, 64), (MASK_TILE + 9, 0), (2 * MASK_TILE - 5, 320)]
 )
-def test_forbidding_tokens_equals_its_twin_to_the_bit(num_ids: int, first_id: int, dtype: torch.dtype) -> None:
+def test_forbidding_tokens_equals_its_specification_to_the_bit(num_ids: int, first_id: int, dtype: torch.dtype) -> None:
     padded = randn(5, num_ids + 30, dtype=dtype)
     padded[1, ::3], padded[3, ::5] = math.nan, math.inf
     expected = padded.clone()
@@ -732,7 +738,7 @@ def test_the_kernels_of_thresholds_read_the_temperature_and_then_each_filter() -
     ("vocab_size", "spread", "dtype"),
     [(1, 1.0, torch.float16), (1000, 0.1, torch.bfloat16), (2100, 5.0, torch.float32)],
 )
-def test_thresholds_allow_what_their_twin_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
+def test_thresholds_allow_what_their_specification_allows(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     scores = (spread * randn(len(LIMITS), vocab_size)).to(dtype)
     actual = threshold_kernels.thresholds(scores, LIMITS)
     expected = filter_threshold.thresholds.__wrapped__(scores, LIMITS)
@@ -796,7 +802,7 @@ def test_thresholds_leave_out_logits_of_minus_infinity() -> None:
 
 @loops_are_interpreted
 @pytest.mark.parametrize("max_blocks", [1, 40, 100])
-def test_rows_are_read_as_their_twin_reads_them(max_blocks: int) -> None:
+def test_rows_are_read_as_their_specification_reads_them(max_blocks: int) -> None:
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, 999, (6, 16 * max_blocks + 1), generator=generator, dtype=torch.int32)
     block_tables = torch.randint(0, 2**20, (6, max_blocks), generator=generator, dtype=torch.int32)
@@ -813,7 +819,9 @@ def test_rows_are_read_as_their_twin_reads_them(max_blocks: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(128,), (72,), ()])  # of a token: keys, and scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
-def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_first_tokens_of_blocks_are_copied_as_by_the_specification(
+    sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
     cache = (100 * randn(2, 7, 3, 48, *sizes)).to(dtype)
     copies = torch.tensor([[5, 0, 47], [5, 1, 1], [2, 6, 33], [3, 4, 0]], dtype=torch.int32)
     actual, expected = cache.clone(), cache.clone()
@@ -830,7 +838,7 @@ def test_the_first_tokens_of_blocks_are_copied_as_by_the_twin(sizes: tuple[int, 
 
 @pytest.mark.parametrize("num_best", [0, 1, 5])
 @pytest.mark.parametrize(("size", "dtype"), [(1000, torch.float32), (4096, torch.float16), (9001, torch.float16)])
-def test_statistics_of_logits_are_those_of_the_twin(size: int, dtype: torch.dtype, num_best: int) -> None:
+def test_statistics_of_logits_are_those_of_the_specification(size: int, dtype: torch.dtype, num_best: int) -> None:
     """In float16 many logits are equal. The rows' chosen ids lie before, in and behind this shard."""
     logits, first_id = randn(7, size, dtype=dtype), 500
     logits[1, 3:] = -math.inf  # fewer finite logits than are asked for

@@ -7,8 +7,7 @@ from typing import ClassVar
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.model_config import EncoderConfig
 from nanoinfer.models.config_fields import Reader, number
-from nanoinfer.models.encoders.encoder import COMMON_READERS, EncoderModel
-from nanoinfer.models.encoders.layers import ACTIVATIONS
+from nanoinfer.models.encoder import ACTIVATIONS, COMMON_READERS, EncoderModel
 
 
 def positions_from(first_position: Callable[[Fields], int]) -> dict[str, Reader]:

@@ -5,8 +5,9 @@ are written to blocks of the cache that are a sequence's for one step, where the
 use the same ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,15 +20,23 @@ from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ScoreHead, VocabParallelEmbedding
+from nanoinfer.layers.layernorm import LayerNorm
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.config_fields import Reader, read_head_dim
-from nanoinfer.models.encoders.layers import ACTIVATIONS, HEAD_ACTIVATIONS, LayerNorm, Table
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Layer, LayerStack, ResidualStream, Way
 from nanoinfer.models.native_model import NativeModel
 from nanoinfer.ops.activations.spec import gelu_and_mul
 
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+HEAD_ACTIVATIONS = {**ACTIVATIONS, "tanh": torch.tanh}
 # Encoders have bases of RoPE of their own, or none.
 COMMON_READERS: Mapping[str, Reader] = {
     "rope": lambda fields: RopeConfig("default", 10000.0, {}),
@@ -141,6 +150,18 @@ class EncoderLayer(Layer):
     def add_mlp(self, stream: ResidualStream, _row_mask: Any = None, _routed: Any = None) -> None:
         out = self.mlp(stream.normed)
         stream.residual = stream.residual + out if self.is_pre_norm else self.mlp_norm.of_sum(out, stream.residual)
+
+
+class Table(nn.Module):
+    """Holds a vector for each position, or for each kind of segment. Each rank has all of them."""
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """(num_tokens,) -> (num_tokens, size)."""
+        return F.embedding(indices, self.weight)
 
 
 class Encoder(LayerStack):
