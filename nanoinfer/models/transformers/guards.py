@@ -147,7 +147,10 @@ def why_not_captured(model: SplitModel) -> str | None:
     token_ids.copy_(torch.tensor([17, 23]))
     positions.copy_(torch.tensor([3, 2]))
     graph.replay()
-    return None if torch.equal(captured, step()) else "its captured step gives other logits"
+    logits = step()
+    # Compiled experts may add up in another order each time. Then the two are compared as far as steps agree.
+    is_same = torch.equal(captured, logits) or not (torch.equal(step(), logits) or _differ(captured, logits))
+    return None if is_same else "its captured step gives other logits"
 
 
 @torch.inference_mode()
