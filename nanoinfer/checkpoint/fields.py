@@ -143,7 +143,7 @@ class Fields:
 
     def _within(self, name: str, value: Any, limit: Any) -> Any:
         if value > limit:
-            raise self.error(name, "beyond any model; download it again", ",")
+            raise ModelError(f"{self.source} has {name}={value!r}, beyond any model; download it again")
         return value
 
 
