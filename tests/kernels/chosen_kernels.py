@@ -22,6 +22,7 @@ from tests.kernels.compile_engine import AbsentGpu, pretend, replace_launches, r
 
 LIST = Path(__file__).with_suffix(".txt")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+GPU = AbsentGpu(90)  # that all code here believes in; each case sets its capability
 
 
 def launches_of_all_cases() -> dict[str, list[str]]:
@@ -30,20 +31,19 @@ def launches_of_all_cases() -> dict[str, list[str]]:
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    gpu = AbsentGpu(90)
-    pretend(gpu)
+    pretend(GPU)
     import nanoinfer.llm  # noqa: F401  # here once, not in each case
 
     # A fork for each case, since kernels and what they ask of a device are cached in a process.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        return dict(zip(CASES, pool.starmap(launches_of, [(gpu, *case) for case in CASES.values()], 1), strict=True))
+        return dict(zip(CASES, pool.starmap(launches_of, CASES.values(), 1), strict=True))
 
 
-def launches_of(gpu: AbsentGpu, capability: int, model: str, options: dict[str, Any]) -> list[str]:
+def launches_of(capability: int, model: str, options: dict[str, Any]) -> list[str]:
     """Return the launches of one case. It needs a process of its own."""
     launches = set[str]()
     replace_launches(lambda kernel, *args, **kwargs: launches.add(describe(kernel, *args, **kwargs)))
-    gpu.capability = capability
+    GPU.capability = capability
     run_engine(MODELS[model], options)
     return sorted(launches)
 
