@@ -1,4 +1,4 @@
-"""Norms: RMSNorm (Zhang and Sennrich 2019) and its kin, which add to the residual stream first, and LayerNorm."""
+"""The residual stream, and its norms: RMSNorm (Zhang and Sennrich 2019) and its kin, which add to it first; LayerNorm."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.ops.all_reduce_norm.spec import all_reduce_add_rms_norm
-from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
+from nanoinfer.ops.common.fp8_format import Activations, QuantizedRows, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, add_rms_norm_to_fp8, rms_norm
 
@@ -102,6 +102,33 @@ class ResidualSum(RMSNorm):
         assert hidden is None or hidden.all_ranks is None, "a rank has only its own rows of such a sum"
         total = residual if hidden is None else super().forward(hidden, residual)[1]
         return (total if out_format is None else quantize_rows(total, out_format)), total
+
+
+class ResidualStream:
+    """The residual stream of a step on its way through the layers. Attention and MLPs add to it, norms read it.
+
+    What is added waits for the next norm, which does both at once. residual: (num_tokens, hidden_size).
+    """
+
+    def __init__(self, residual: Tensor) -> None:
+        self.residual = residual
+        self.added: PartialSum | None = None  # by the next norm
+        self.normed: Any = None
+
+    def add(self, terms: PartialSum, norm_of_terms: RMSNorm | None) -> None:
+        """Add terms with the next norm, after a norm of their own if there is one."""
+        terms = terms if norm_of_terms is None else norm_of_terms.of_sum(terms)
+        self.added = terms if self.added is None else self.added.plus(terms)
+
+    def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
+        """Add what is to be added, and normalise the sum. out_format: as the next product wants its inputs."""
+        self.normed = None  # frees it first
+        self.normed, self.residual = norm(self.added, self.residual, out_format)
+        self.added = None
+
+    def normed_rows(self, _out_format: RowFormat | None) -> Activations:
+        """Return what the last norm made, in the format that it was told."""
+        return self.normed
 
 
 class WholeNorm(nn.Module):

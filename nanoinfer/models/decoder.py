@@ -20,12 +20,12 @@ from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet
-from nanoinfer.layers.layernorm import ResidualSum, RMSNorm, WholeNorm, normalise_wholly
+from nanoinfer.layers.layernorm import ResidualStream, ResidualSum, RMSNorm, WholeNorm, normalise_wholly
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import Layer, LayerStack, ResidualStream, Way
+from nanoinfer.models.layer_stack import Layer, LayerStack, Way
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.linear_method import ProductKind
 from nanoinfer.quantization.method_selection import with_quantization

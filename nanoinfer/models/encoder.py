@@ -20,12 +20,12 @@ from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ScoreHead, VocabParallelEmbedding
-from nanoinfer.layers.layernorm import LayerNorm
+from nanoinfer.layers.layernorm import LayerNorm, ResidualStream
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.config_fields import Reader, read_head_dim
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import Layer, LayerStack, ResidualStream, Way
+from nanoinfer.models.layer_stack import Layer, LayerStack, Way
 from nanoinfer.models.native_model import NativeModel
 from nanoinfer.ops.activations.spec import gelu_and_mul
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.layernorm import ResidualStream, RMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import ResidualStream
 from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, run_pieces
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
