@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -123,7 +124,7 @@ def layers_of(model: nn.Module, calls: Sequence[AttentionCall]) -> list[tuple[nn
             except AttributeError:  # the call is no module's
                 break
             if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-                found.setdefault(".".join(path[: depth + 1]), []).append(call.unnamed())
+                found.setdefault(".".join(path[: depth + 1]), []).append(replace(call, name=""))
                 break
     return [(model.get_submodule(name), tuple(its)) for name, its in found.items()]
 
