@@ -70,7 +70,8 @@ class ModelWeights:
     """Knows where each tensor of a checkpoint goes.
 
     model: an nn.Module with `CheckpointNames`. A module of it that has a `weight_loader(param, tensor[, shard])` places
-    its own share; its `check_weight`, with the same arguments, raises ModelError for a tensor that does not fit.
+    its own share. Its `check_weight`, which is called first, with the same arguments, raises ModelError for a tensor
+    that does not fit. A module without it may have `full_shape`, where the checkpoint's shape is not the parameter's.
     missing: the places that are still to be filled, in the model's order.
     """
 
@@ -150,7 +151,7 @@ class ModelWeights:
         if hasattr(module, "check_weight"):
             module.check_weight(param, tensor, *([shard] if shard else []))
         else:
-            check_shape(tensor, tuple(param.shape))
+            check_shape(tensor, getattr(module, "full_shape", tuple(param.shape)))
 
     def check_bits(self, name: str) -> None:
         """Raise ModelError where a tensor without a place is of a weight in fewer bits, and ours has 16 or 32."""

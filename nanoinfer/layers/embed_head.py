@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.pooling_config import HeadConfig
-from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 
 
@@ -22,11 +21,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab = tp.vocab_shard(vocab_size)
         self.weight = nn.Parameter(torch.empty(self.vocab.size, hidden_size), requires_grad=False)
 
-    def check_weight(self, _param: Tensor, full: Tensor) -> None:
-        check_shape(full, self.full_shape)
-
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        self.check_weight(param, full)
         param.copy_(full.narrow(0, *self.vocab))
 
     def holds(self, full: Tensor) -> bool:
@@ -74,8 +69,8 @@ class ScoreHead(nn.Module):
         return F.linear(states.float(), self.weight.float(), bias)
 
 
-def score_head(head: HeadConfig | None, hidden_size: int, has_bias: bool) -> ScoreHead | None:
-    """Return the head that a config describes, or None. has_bias: whether a classifier of texts has a bias."""
+def score_head(head: HeadConfig | None, hidden_size: int) -> ScoreHead | None:
+    """Return the classifier of a decoder's texts or tokens that a config describes, or None."""
     if head is None or head.kind not in ("sequence", "tokens"):
         return None
-    return ScoreHead(hidden_size, len(head.labels), has_bias or head.kind == "tokens")
+    return ScoreHead(hidden_size, len(head.labels), has_bias=head.kind == "tokens")

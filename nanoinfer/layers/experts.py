@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.linear import wide_rows
-from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.quantization.linear_method import PER_OUTPUT, WEIGHT, LinearMethod, ParamSpec, stored
+from nanoinfer.layers.linear import ShardedLinear, wide_rows
+from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.quantization.linear_method import WEIGHT, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
@@ -24,34 +24,22 @@ class Routing(NamedTuple):
     weights: Tensor  # float32: what each expert's result is multiplied by
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(ShardedLinear):
     """Holds this rank's share of one or two projections of all experts, packed in one weight.
 
     parts: the names of the projections. A shard is named by expert and part, such as "7.gate".
     full_shape: the shape of one projection of one expert. split_dim: the dimension of it that the ranks split.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None  # (num_experts, outputs)
-    rounds_at_load = True
+    has_bias = False
 
     def __init__(
         self, num_experts: int, parts: tuple[str, ...], full_shape: tuple[int, int], split_dim: int, tp: TensorParallel
     ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.parts = parts
-        self.full_shape = full_shape
-        self.is_row_parallel = split_dim == 1
         shape = list(full_shape)
         shape[split_dim] = tp.shard_size(full_shape[split_dim], "inner size of an expert")
-        self.register_parameter("bias", None)
-        self.quant_method = LinearMethod()
-        self.quant_method.create_weights(self, num_experts, len(parts) * shape[0], shape[1])
-
-    @property
-    def input_format(self) -> RowFormat | None:
-        return self.quant_method.input_format
+        super().__init__((num_experts, len(parts) * shape[0], shape[1]), full_shape, self.has_bias)
+        self.tp, self.parts, self.is_row_parallel = tp, parts, split_dim == 1
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -71,14 +59,7 @@ class PackedExperts(nn.Module):
         shards = [part for expert in full for part in expert.split(sizes[0])]
         return dict(zip(self.shards, shards, strict=True))
 
-    def num_outputs(self, _shard: str) -> int:
-        return self.full_shape[0]
-
-    def check_weight(self, param: Tensor, full: Tensor, _shard: str) -> None:
-        self.quant_method.check(self, param, full, ParamSpec.of(param).shape(*self.full_shape))
-
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
-        self.check_weight(param, full, shard)
         expert, _, part = shard.partition(".")
         for place, tensor in self.quant_method.prepare(self, param, full, shard):
             spec = ParamSpec.of(place)
@@ -91,15 +72,13 @@ class PackedExperts(nn.Module):
 
 
 class BiasedExperts(PackedExperts):
-    """Holds projections with a bias for each output. In checkpoints inputs come before outputs, gate and up in turn."""
+    """Holds projections with a bias for each output, (num_experts, outputs).
+
+    In checkpoints inputs come before outputs, gate and up in turn.
+    """
 
     rounds_at_load = False
-
-    def __init__(
-        self, num_experts: int, parts: tuple[str, ...], full_shape: tuple[int, int], split_dim: int, tp: TensorParallel
-    ) -> None:
-        super().__init__(num_experts, parts, full_shape, split_dim, tp)
-        self.bias = stored(torch.empty(num_experts, self.weight.shape[1]), PER_OUTPUT)
+    has_bias = True
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         """Cut a tensor of all experts, (num_experts, [inputs,] outputs of all parts in turn), into shards."""

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.base_config import LinearAttentionConfig
-from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, wide_rows
 from nanoinfer.layers.recurrent_states import LayerStates
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.delta_rule.spec import gated_delta_prefill, gated_delta_step
-from nanoinfer.quantization.linear_method import ParamSpec
 
 
 class LinearAttentionProjection(ColumnParallelLinear):
@@ -41,9 +39,7 @@ class LinearAttentionProjection(ColumnParallelLinear):
         self.tp, self.num_key_heads, self.is_interleaved = tp, num_key_heads, is_interleaved
         self.part_sizes = {name: [parts[part] for part in packed] for name, packed in shards.items()}
 
-    def share_of(self, full: Tensor, shard: str, spec: ParamSpec) -> Tensor:
-        dim = spec.output_dim
-        assert dim is not None, "what has no outputs is not packed"
+    def share_of(self, full: Tensor, shard: str, dim: int, _outputs_per_entry: int) -> Tensor:
         sizes, num_all = self.part_sizes[shard], full.shape[dim]
         num_parts = sum(sizes)
         # A packed or quantized tensor may have fewer entries than outputs.
@@ -95,11 +91,7 @@ class CausalConvolution(nn.Module):
         num_channels = tp.shard_size(config.conv_size, "channels of the convolution")
         self.weight = nn.Parameter(torch.empty(num_channels, config.conv_width), requires_grad=False)
 
-    def check_weight(self, _param: Tensor, full: Tensor) -> None:
-        check_shape(full, self.full_shape)
-
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        self.check_weight(param, full)
         shares = [self.tp.shard(part, 0) for part in full.squeeze(1).split(self.sizes)]
         param.copy_(torch.cat(shares))
 
@@ -123,11 +115,11 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.eps = tp, eps
-        self.num_heads = config.num_value_heads
+        self.full_shape = (config.num_value_heads,)  # of A_log and dt_bias
         self.in_proj_qkvz = qkvz_projection(hidden_size, config, is_interleaved, tp)
         self.in_proj_ba = ba_projection(hidden_size, config, is_interleaved, tp)
         self.conv1d = CausalConvolution(config, tp)
-        heads = torch.empty(tp.shard_size(self.num_heads, "value heads"), dtype=torch.float32)
+        heads = torch.empty(tp.shard_size(config.num_value_heads, "value heads"), dtype=torch.float32)
         self.A_log = nn.Parameter(heads, requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty_like(heads), requires_grad=False)
         self.norm = GatedNorm(config.value_head_dim)
@@ -139,11 +131,7 @@ class GatedDeltaNet(nn.Module):
         of_large = self.in_proj_qkvz.input_format
         return of_large and replace(of_large, keeps_wide=True)
 
-    def check_weight(self, _param: Tensor, full: Tensor) -> None:
-        check_shape(full, (self.num_heads,))
-
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        self.check_weight(param, full)
         param.copy_(self.tp.shard(full, 0))
 
     def project(self, hidden: Activations) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Norms: RMSNorm (Zhang and Sennrich 2019) and its kin, which add to the residual stream first, and LayerNorm."""
+"""The residual stream, and norms: RMSNorm (Zhang and Sennrich 2019) and its kin, which add to it first; LayerNorm."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.linear import PartialSum
+from nanoinfer.layers.linear import PartialSum, ShardedVector
 from nanoinfer.ops.all_reduce_norm.spec import all_reduce_add_rms_norm
-from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
+from nanoinfer.ops.common.fp8_format import Activations, QuantizedRows, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, add_rms_norm_to_fp8, rms_norm
 
@@ -19,15 +18,16 @@ from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, add_rms_norm_
 class RMSNorm(nn.Module):
     """Adds to the residual stream and normalises it.
 
-    centres: whether the mean is subtracted first. dtype: of the weight; None for that of the model.
+    centres: whether the mean is subtracted first. weight_dtype: None for that of the model.
     """
 
     centres: ClassVar[bool] = False
+    weight_dtype: ClassVar[torch.dtype | None] = None
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size, dtype=self.weight_dtype), requires_grad=False)
 
     def forward(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat | None = None
@@ -67,11 +67,9 @@ class GemmaRMSNorm(RMSNorm):
     The product is in float32, and so is the weight.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps, torch.float32)
+    weight_dtype = torch.float32
 
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        check_shape(full, tuple(param.shape))
         param.copy_(1 + full.float())
 
 
@@ -83,9 +81,7 @@ class CohereLayerNorm(RMSNorm):
     """Layer normalisation without a bias: (x - mean) / std * weight, in float32, and so is the weight."""
 
     centres = True
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps, torch.float32)
+    weight_dtype = torch.float32
 
 
 class ResidualSum(RMSNorm):
@@ -104,26 +100,43 @@ class ResidualSum(RMSNorm):
         return (total if out_format is None else quantize_rows(total, out_format)), total
 
 
-class WholeNorm(nn.Module):
+class ResidualStream:
+    """The residual stream of a step on its way through the layers. Attention and MLPs add to it, norms read it.
+
+    What is added waits for the next norm, which does both at once. residual: (num_tokens, hidden_size).
+    """
+
+    def __init__(self, residual: Tensor) -> None:
+        self.residual = residual
+        self.added: PartialSum | None = None  # by the next norm
+        self.normed: Any = None
+
+    def add(self, terms: PartialSum, norm_of_terms: RMSNorm | None) -> None:
+        """Add terms with the next norm, after a norm of their own if there is one."""
+        terms = terms if norm_of_terms is None else norm_of_terms.of_sum(terms)
+        self.added = terms if self.added is None else self.added.plus(terms)
+
+    def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
+        """Add what is to be added, and normalise the sum. out_format: as the next product wants its inputs."""
+        self.normed = None  # frees it first
+        self.normed, self.residual = norm(self.added, self.residual, out_format)
+        self.added = None
+
+    def normed_rows(self) -> Activations:
+        """Return what the last norm made, in the format that it was told."""
+        return self.normed
+
+
+class WholeNorm(ShardedVector):
     """RMSNorm over all heads of the queries or keys, those of other ranks included (OLMo 2 and 3).
 
     split: which of the heads this rank has; ranks may share some, which count once.
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, tp: TensorParallel, split: TensorParallel) -> None:
-        super().__init__()
-        self.eps, self.tp, self.split = eps, tp, split
-        self.full_size = num_heads * head_dim
+        super().__init__(num_heads * head_dim, split)
+        self.eps, self.tp = eps, tp
         self.num_sharing = tp.size // split.size
-        size = split.shard_size(num_heads, "heads") * head_dim
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def check_weight(self, _param: Tensor, full: Tensor) -> None:
-        check_shape(full, (self.full_size,))
-
-    def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        self.check_weight(param, full)
-        param.copy_(self.split.shard(full, 0))
 
     def normalise_(self, x: Tensor) -> None:
         """Normalise the rows of (num_tokens, this rank's size) in place."""
@@ -132,7 +145,7 @@ class WholeNorm(nn.Module):
             return
         wide = x.float()
         squares = self.tp.all_reduce(wide.square().sum(-1, keepdim=True)) / self.num_sharing
-        wide = wide * torch.rsqrt(squares / self.full_size + self.eps)
+        wide = wide * torch.rsqrt(squares / self.full_shape[0] + self.eps)
         x.copy_(self.weight * wide.to(x.dtype))
 
 

@@ -28,23 +28,33 @@ class ShardedLinear(nn.Module):
     """What the linear layers have in common.
 
     is_row_parallel: whether the ranks split the inputs, and not the outputs. rounds_at_load: whether a checkpoint in 16
-    bits has its weight rounded to fewer, if the user asks for that.
+    bits has its weight rounded to fewer, if the user asks for that. shape: of this rank's weight, (..., outputs,
+    inputs). full_shape: outputs and inputs of the whole weight.
     """
 
     is_row_parallel = False
     rounds_at_load = True
     weight: nn.Parameter
 
-    def __init__(self, num_outputs: int, num_inputs: int, bias: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], full_shape: tuple[int, int], bias: bool) -> None:
         super().__init__()
+        self.full_shape = full_shape
         self.quant_method = LinearMethod()
-        self.quant_method.create_weights(self, num_outputs, num_inputs)
-        self.bias = stored(torch.empty(num_outputs), PER_OUTPUT) if bias else None
+        self.quant_method.create_weights(self, *shape)
+        self.bias = stored(torch.empty(shape[:-1]), PER_OUTPUT) if bias else None
 
     @property
     def input_format(self) -> RowFormat | None:
         """How the layer wants its inputs: None for the model's dtype."""
         return self.quant_method.input_format
+
+    def num_outputs(self, _shard: str | None) -> int:
+        """Return how many outputs the whole weight of a shard has."""
+        return self.full_shape[0]
+
+    def check_weight(self, param: Tensor, full: Tensor, shard: str | None = None) -> None:
+        shape = ParamSpec.of(param).shape(self.num_outputs(shard), self.full_shape[1])
+        self.quant_method.check(self, param, full, shape)
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -66,14 +76,16 @@ class ColumnParallelLinear(ShardedLinear):
         local_sizes = {
             name: splits[name].shard_size(size, f"{name} output size") for name, size in output_sizes.items()
         }
-        super().__init__(sum(local_sizes.values()), input_size, bias)
-        self.input_size, self.full_sizes, self.local_sizes, self.splits = input_size, output_sizes, local_sizes, splits
+        full_shape = sum(output_sizes.values()), input_size
+        super().__init__((sum(local_sizes.values()), input_size), full_shape, bias)
+        self.full_sizes, self.local_sizes, self.splits = output_sizes, local_sizes, splits
 
     @property
     def shards(self) -> tuple[str, ...]:
         return tuple(self.local_sizes)
 
-    def num_outputs(self, shard: str) -> int:
+    def num_outputs(self, shard: str | None) -> int:
+        assert shard is not None, "a packed weight is filled shard by shard"
         return self.full_sizes[shard]
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
@@ -85,24 +97,18 @@ class ColumnParallelLinear(ShardedLinear):
         check_shape(full, (*full.shape[:dim], sum(sizes), *full.shape[dim + 1 :]))
         return dict(zip(self.full_sizes, full.split(sizes, dim), strict=True))
 
-    def check_weight(self, param: Tensor, full: Tensor, shard: str) -> None:
-        shape = ParamSpec.of(param).shape(self.full_sizes[shard], self.input_size)
-        self.quant_method.check(self, param, full, shape)
-
     def weight_loader(self, param: Tensor, full: Tensor, shard: str) -> None:
-        self.check_weight(param, full, shard)
         before = [*self.local_sizes.values()][: self.shards.index(shard)]
         for place, part in self.quant_method.prepare(self, param, full, shard):
             spec = ParamSpec.of(place)
             assert spec.output_dim is not None, "what has no outputs is not packed"
-            share = self.share_of(part, shard, spec)
+            share = self.share_of(part, shard, spec.output_dim, spec.outputs_per_entry)
             offset = sum(map(spec.num_entries, before))
             place.narrow(spec.output_dim, offset, share.shape[spec.output_dim]).copy_(share)
 
-    def share_of(self, full: Tensor, shard: str, spec: ParamSpec) -> Tensor:
-        """Return this rank's part of a shard, in the order in which the layer holds it."""
-        assert spec.output_dim is not None, "what has no outputs is not packed"
-        return self.splits[shard].shard(full, spec.output_dim, spec.outputs_per_entry)
+    def share_of(self, full: Tensor, shard: str, dim: int, outputs_per_entry: int) -> Tensor:
+        """Return this rank's part of a shard, in the order in which the layer holds it. dim: of the outputs."""
+        return self.splits[shard].shard(full, dim, outputs_per_entry)
 
     def forward(self, x: Activations) -> Tensor:
         return self.quant_method.apply(self, x, self.bias)
@@ -139,11 +145,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.has_gates = has_gates
         self.num_heads = tp.shard_size(num_heads, "query heads")
 
-    def share_of(self, full: Tensor, shard: str, spec: ParamSpec) -> Tensor:
-        share, dim = super().share_of(full, shard, spec), spec.output_dim
+    def share_of(self, full: Tensor, shard: str, dim: int, outputs_per_entry: int) -> Tensor:
+        share = super().share_of(full, shard, dim, outputs_per_entry)
         if shard != "q" or not self.has_gates:
             return share
-        assert dim is not None, "what has no outputs is not packed"
         # (..., num_heads, [query, gate], head_dim) -> (..., [gate, query], num_heads, head_dim)
         return share.unflatten(dim, (self.num_heads, 2, -1)).flip(dim + 1).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
@@ -186,6 +191,8 @@ class PartialSum:
 
     def times(self, multiplier: float) -> "PartialSum":
         """Return the sum times a number."""
+        if multiplier == 1:
+            return self
         others = None if self.other_terms is None else self.other_terms * multiplier
         return replace(self, terms=self.terms * multiplier, other_terms=others)
 
@@ -211,19 +218,12 @@ class RowParallelLinear(ShardedLinear):
     def __init__(
         self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, is_sum_whole: bool = False
     ) -> None:
-        super().__init__(output_size, tp.shard_size(input_size, "row-parallel input size"), bias)
+        local_size = tp.shard_size(input_size, "row-parallel input size")
+        super().__init__((output_size, local_size), (output_size, input_size), bias)
         self.tp = tp
         self.is_sum_whole = is_sum_whole
-        self.full_shape = (output_size, input_size)
-
-    def num_outputs(self, _shard: str | None) -> int:
-        return self.full_shape[0]
-
-    def check_weight(self, param: Tensor, full: Tensor) -> None:
-        self.quant_method.check(self, param, full, ParamSpec.of(param).shape(*self.full_shape))
 
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        self.check_weight(param, full)
         for place, part in self.quant_method.prepare(self, param, full, None):
             dim, values_per_entry = ParamSpec.of(place).split(by_inputs=True)
             place.copy_(part if dim is None else self.tp.shard(part, dim, values_per_entry))
@@ -235,6 +235,18 @@ class RowParallelLinear(ShardedLinear):
         if self.tp.size == 1 or buffers is not None:
             return PartialSum(self.quant_method.apply_split(self, x, bias), buffers)
         return PartialSum(self.quant_method.apply(self, x, bias).unsqueeze(0), tp=self.tp)
+
+
+class ShardedVector(nn.Module):
+    """Holds this rank's share of a vector, such as the attention sinks of its query heads. split: over which ranks."""
+
+    def __init__(self, size: int, split: TensorParallel) -> None:
+        super().__init__()
+        self.full_shape, self.split = (size,), split
+        self.weight = nn.Parameter(torch.empty(split.shard_size(size, "vector size")), requires_grad=False)
+
+    def weight_loader(self, param: Tensor, full: Tensor) -> None:
+        param.copy_(self.split.shard(full, 0))
 
 
 def sum_buffers(tp: TensorParallel, num_tokens: int) -> SymmetricBuffers | None:

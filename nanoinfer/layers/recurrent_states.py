@@ -36,15 +36,12 @@ class LayerStates:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentStates:
+class RecurrentStates(LayerStates):
     """Holds all layers' states: those of LayerStates, by layer with linear attention.
 
     The places are the rows of the step tables, then those of snapshots, then the spare row that padding writes to. So
     -1 is the spare one.
     """
-
-    matrices: Tensor
-    conv_inputs: Tensor
 
     @property
     def num_bytes(self) -> int:

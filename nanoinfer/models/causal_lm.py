@@ -11,10 +11,8 @@ from nanoinfer.checkpoint.quantization_config import TEXT_PREFIXES
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ParallelLMHead, ScoreHead, score_head
-from nanoinfer.models import execution
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.decoder_spec import DecoderSpec
-from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.native_model import NativeModel
 from nanoinfer.ops.logits.spec import cap_logits
 
@@ -67,7 +65,7 @@ class DecoderForCausalLM(NativeModel):
         has_logits = config.head is None or config.head.kind == "vocabulary"
         head = ParallelLMHead if has_logits else NoHead
         self.lm_head = head(config.vocab_size, config.hidden_size, tp)
-        self.score: ScoreHead | None = score_head(config.head, config.hidden_size, has_bias=False)
+        self.score: ScoreHead | None = score_head(config.head, config.hidden_size)
         self.ignored_weights = () if has_logits else ("lm_head.weight", "language_model.lm_head.weight")
         self.logits_scaling, self.logits_soft_cap = config.logits_scaling, config.logits_soft_cap
         self.is_tied = config.tie_word_embeddings and has_logits
@@ -118,14 +116,6 @@ class DecoderForCausalLM(NativeModel):
             packed = packed_names.get((packed, shard), packed)
             path += [expert] if expert else []
         return ".".join(given_names.get(part, part) for part in (*path, packed, kind))
-
-    def forward(self, step: ForwardStep) -> Tensor:
-        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        return execution.forward(self.model, step)
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
-        return self.finish_logits(self.lm_head(hidden, out))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Scale and cap what the head's product has, (num_rows, size), in its place."""

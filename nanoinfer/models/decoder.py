@@ -15,17 +15,23 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.attention.attention_layer import Attention, AttentionSinks
+from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet
-from nanoinfer.layers.layernorm import ResidualSum, RMSNorm, WholeNorm, normalise_wholly
-from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
+from nanoinfer.layers.layernorm import ResidualStream, ResidualSum, RMSNorm, WholeNorm, normalise_wholly
+from nanoinfer.layers.linear import (
+    MergedColumnParallelLinear,
+    PartialSum,
+    QKVParallelLinear,
+    RowParallelLinear,
+    ShardedVector,
+)
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import Layer, LayerStack, ResidualStream, Way
+from nanoinfer.models.layer_stack import Layer, LayerStack, Way
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.linear_method import ProductKind
 from nanoinfer.quantization.method_selection import with_quantization
@@ -70,7 +76,7 @@ class DecoderAttention(nn.Module):
             has_sinks=spec.has_sinks,
             soft_cap=config.attention_soft_cap,
         )
-        self.sinks = AttentionSinks(num_heads, tp) if spec.has_sinks else None
+        self.sinks = ShardedVector(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
 
@@ -215,13 +221,13 @@ class DecoderLayer(Layer):
         stream.normalise(self.input_layernorm, None if self.spec.has_parallel_block else self.mixer.input_format)
 
     def project(self, stream: ResidualStream) -> Any:
-        return self.mixer.project(stream.normed_rows(self.mixer.input_format))
+        return self.mixer.project(stream.normed_rows())
 
     def attend(self, projected: Any, step: ForwardStep) -> Tensor:
         return self.mixer.attend(projected, step)
 
     def add_attention(self, stream: ResidualStream, heads: Tensor) -> None:
-        stream.add(self._scaled(self.mixer.o_proj(heads)), self.norms.of_attention)
+        stream.add(self.mixer.o_proj(heads).times(self.residual_multiplier), self.norms.of_attention)
 
     def normalise_sum(self, stream: ResidualStream) -> None:
         if self.norms.before_mlp is not None:
@@ -230,12 +236,7 @@ class DecoderLayer(Layer):
     def add_mlp(
         self, stream: ResidualStream, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> None:
-        normed = stream.normed_rows(self.mlp.input_format)
-        stream.add(self._scaled(self.mlp(normed, row_mask, routed)), self.norms.of_mlp)
-
-    def _scaled(self, hidden: PartialSum) -> PartialSum:
-        """Return `hidden` times the residual multiplier."""
-        return hidden if self.residual_multiplier == 1 else hidden.times(self.residual_multiplier)
+        stream.add(self.mlp(stream.normed_rows(), row_mask, routed).times(self.residual_multiplier), self.norms.of_mlp)
 
 
 class Decoder(LayerStack):

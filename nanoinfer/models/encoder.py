@@ -20,12 +20,12 @@ from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import NoHead, ScoreHead, VocabParallelEmbedding
-from nanoinfer.layers.layernorm import LayerNorm
+from nanoinfer.layers.layernorm import LayerNorm, ResidualStream
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.config_fields import Reader, read_head_dim
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import Layer, LayerStack, ResidualStream, Way
+from nanoinfer.models.layer_stack import Layer, LayerStack, Way
 from nanoinfer.models.native_model import NativeModel
 from nanoinfer.ops.activations.spec import gelu_and_mul
 
@@ -152,18 +152,6 @@ class EncoderLayer(Layer):
         stream.residual = stream.residual + out if self.is_pre_norm else self.mlp_norm.of_sum(out, stream.residual)
 
 
-class Table(nn.Module):
-    """Holds a vector for each position, or for each kind of segment. Each rank has all of them."""
-
-    def __init__(self, num_rows: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
-
-    def forward(self, indices: Tensor) -> Tensor:
-        """(num_tokens,) -> (num_tokens, size)."""
-        return F.embedding(indices, self.weight)
-
-
 class Encoder(LayerStack):
     """Embeddings, layers, and ModernBERT's last norm."""
 
@@ -174,15 +162,16 @@ class Encoder(LayerStack):
     ) -> None:
         super().__init__()
         encoder = encoder_config(config)
-        self.tp, size = tp, config.hidden_size
+        self.tp, size, one_rank = tp, config.hidden_size, TensorParallel()  # each rank holds small tables whole
         self.first_position = encoder.first_position
         norm = size, config.rms_norm_eps, encoder.norm_bias
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, tp)
         self.position_embeddings, self.token_type_embeddings = None, None
         if encoder.first_position is not None:
-            self.position_embeddings = Table(encoder.first_position + config.max_position_embeddings, size)
+            num_positions = encoder.first_position + config.max_position_embeddings
+            self.position_embeddings = VocabParallelEmbedding(num_positions, size, one_rank)
         if encoder.type_vocab_size:
-            self.token_type_embeddings = Table(encoder.type_vocab_size, size)
+            self.token_type_embeddings = VocabParallelEmbedding(encoder.type_vocab_size, size, one_rank)
         self.has_second_types = encoder.type_vocab_size > 1
         self.embedding_norm = LayerNorm(*norm)
         rotations = [
@@ -292,11 +281,3 @@ class EncoderModel(NativeModel):
         for theirs, ours in reversed(self.renamed):
             name = name.replace(ours, theirs)
         return name
-
-    def forward(self, step: ForwardStep) -> Tensor:
-        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        return self.model(step)
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return empty logits, since an encoder has no language-model head: (num_rows, 0)."""
-        return self.lm_head(hidden, out)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
+from nanoinfer.layers.layernorm import ResidualStream
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.few_rows_layer import few_rows_kernels_serve, few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import Layer, ResidualStream, Way
+from nanoinfer.models.layer_stack import Layer, Way
 from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs, SmallPrefillGraphs, sizes_that_pay
 from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
 

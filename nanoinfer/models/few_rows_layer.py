@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import import_error
+from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.linear import ShardedLinear
 from nanoinfer.models.decoder import DecoderLayer, DecoderMLP
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.common.programmatic_launch import overlap_options
@@ -39,43 +41,34 @@ def few_rows_kernels_serve(num_rows: int, embeddings: Tensor) -> bool:
 
 def few_rows_layer(layer: DecoderLayer, residual: Tensor, step: ForwardStep) -> Tensor:
     """Return the residual stream after a layer. residual: the stream before it, (num_tokens, hidden_size)."""
-    heads = layer.self_attn.attend(_qkv(layer, residual), step)  # (num_tokens, num_heads * head_dim)
-    residual = _o(layer, heads, residual)
-    return _down(layer, _gate_up(layer, residual), residual)
+    attention, mlp = layer.self_attn, _mlp(layer)
+    qkv = _product_of_norm(attention.qkv_proj, layer.input_layernorm, residual)
+    heads = attention.attend(qkv, step)  # (num_tokens, num_heads * head_dim)
+    residual = _add_product(attention.o_proj, heads, residual)
+    gated = _product_of_norm(mlp.gate_up_proj, layer.post_attention_layernorm, residual, gated=True)
+    return _add_product(mlp.down_proj, gated, residual)
 
 
 def few_rows_products(layer: DecoderLayer, num_rows: int) -> list[Callable[[], Tensor]]:
     """Return the layer's products as functions that each compute one of so many rows of zeros."""
-    new_zeros, mlp = layer.self_attn.o_proj.weight.new_zeros, _mlp(layer)
-    residual = new_zeros(num_rows, layer.self_attn.qkv_proj.weight.shape[1])
-    heads = new_zeros(num_rows, layer.self_attn.o_proj.weight.shape[1])
-    gated = new_zeros(num_rows, mlp.down_proj.weight.shape[1])
+    qkv_proj, o_proj, mlp = layer.self_attn.qkv_proj, layer.self_attn.o_proj, _mlp(layer)
+    residual, heads, gated = (
+        proj.weight.new_zeros(num_rows, proj.weight.shape[1]) for proj in (qkv_proj, o_proj, mlp.down_proj)
+    )
     return [
-        partial(_qkv, layer, residual),
-        partial(_o, layer, heads, residual),
-        partial(_gate_up, layer, residual),
-        partial(_down, layer, gated, residual),
+        partial(_product_of_norm, qkv_proj, layer.input_layernorm, residual),
+        partial(_add_product, o_proj, heads, residual),
+        partial(_product_of_norm, mlp.gate_up_proj, layer.post_attention_layernorm, residual, gated=True),
+        partial(_add_product, mlp.down_proj, gated, residual),
     ]
 
 
-def _qkv(layer: DecoderLayer, residual: Tensor) -> Tensor:
-    proj, norm = layer.self_attn.qkv_proj, layer.input_layernorm
-    return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps))
+def _product_of_norm(proj: ShardedLinear, norm: RMSNorm, residual: Tensor, gated: bool = False) -> Tensor:
+    return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps), gated=gated)
 
 
-def _o(layer: DecoderLayer, heads: Tensor, residual: Tensor) -> Tensor:
-    proj = layer.self_attn.o_proj
-    return few_rows_product(heads, proj.weight, proj.bias, residual=residual)
-
-
-def _gate_up(layer: DecoderLayer, residual: Tensor) -> Tensor:
-    proj, norm = _mlp(layer).gate_up_proj, layer.post_attention_layernorm
-    return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps), gated=True)
-
-
-def _down(layer: DecoderLayer, gated: Tensor, residual: Tensor) -> Tensor:
-    proj = _mlp(layer).down_proj
-    return few_rows_product(gated, proj.weight, proj.bias, residual=residual)
+def _add_product(proj: ShardedLinear, inputs: Tensor, residual: Tensor) -> Tensor:
+    return few_rows_product(inputs, proj.weight, proj.bias, residual=residual)
 
 
 def _mlp(layer: DecoderLayer) -> DecoderMLP:

@@ -14,10 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.linear import PartialSum
+from nanoinfer.layers.layernorm import ResidualStream
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 
 
 class Way(Enum):
@@ -26,33 +24,6 @@ class Way(Enum):
     FEW_ROWS = auto()  # `few_rows_layer.py`
     GRAPHS = auto()  # `prefill_graphs.py`
     SLICES = auto()  # `sliced_prefill.py`
-
-
-class ResidualStream:
-    """The residual stream of a step on its way through the layers. Attention and MLPs add to it, norms read it.
-
-    What is added waits for the next norm, which does both at once. residual: (num_tokens, hidden_size).
-    """
-
-    def __init__(self, residual: Tensor) -> None:
-        self.residual = residual
-        self.added: PartialSum | None = None  # by the next norm
-        self.normed: Any = None
-
-    def add(self, terms: PartialSum, norm_of_terms: RMSNorm | None) -> None:
-        """Add terms with the next norm, after a norm of their own if there is one."""
-        terms = terms if norm_of_terms is None else norm_of_terms.of_sum(terms)
-        self.added = terms if self.added is None else self.added.plus(terms)
-
-    def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
-        """Add what is to be added, and normalise the sum. out_format: as the next product wants its inputs."""
-        self.normed = None  # frees it first
-        self.normed, self.residual = norm(self.added, self.residual, out_format)
-        self.added = None
-
-    def normed_rows(self, _out_format: RowFormat | None) -> Activations:
-        """Return what the last norm made, in the format that it was told."""
-        return self.normed
 
 
 class Layer(nn.Module, ABC):

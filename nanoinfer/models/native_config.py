@@ -79,7 +79,7 @@ def read_native_config(whole: Fields | Mapping[str, Any], quantization: str | No
     names = model_class.packed_modules_mapping, model_class.renamed_modules
     config = ModelConfig(
         architecture=architecture,
-        dtype=_read_dtype(fields),
+        dtype=dtype_name(fields.get("dtype") or fields.get("torch_dtype")),
         head=head,
         quantization=read_quantization(fields, quantization, *names),
         **values,
@@ -106,9 +106,12 @@ def _text_part(whole: Fields, architecture: str) -> tuple[Fields, str]:
     return text.with_others(whole, OF_THE_WHOLE) if is_nested else whole, architecture
 
 
-def _read_dtype(fields: Fields) -> str:
-    """Read `dtype` (transformers 5) or `torch_dtype` (before); float32 where neither is given."""
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+def dtype_name(given: Any) -> str:
+    """Return the name of the dtype that a config gives as `dtype` (transformers 5) or `torch_dtype`; None is float32.
+
+    Raises ModelError for one that is not supported.
+    """
+    dtype = str(given or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
     return dtype

@@ -49,6 +49,14 @@ class NativeModel(nn.Module):
     def logits_dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
 
+    def forward(self, step: ForwardStep) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        return execution.forward(self.model, step)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
+        return self.finish_logits(self.lm_head(hidden, out))
+
     def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
         weights = VocabParallelEmbedding.forward(self.lm_head, token_ids)  # of all ranks

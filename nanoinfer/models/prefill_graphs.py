@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.device import capturing
+from nanoinfer.layers.layernorm import ResidualStream
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import ResidualStream
 
 logger = logging.getLogger("nanoinfer")
 

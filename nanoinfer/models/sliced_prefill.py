@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
-from nanoinfer.layers.layernorm import RMSNorm
+from nanoinfer.layers.layernorm import ResidualStream, RMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import ResidualStream
 from nanoinfer.models.prefill_graphs import Buffers, PieceGraphs, run_pieces
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
@@ -135,6 +134,7 @@ class Slice(ResidualStream):
     ) -> None:
         self._exchange, self._tp, self._index = exchange, tp, index
         self._rows, self.qkv, self.heads = rows, qkv, heads
+        self._out_format: RowFormat | None = None  # of the rows that the last norm made
         super().__init__(self._own(rows))
 
     def add(self, terms: PartialSum, norm_of_terms: RMSNorm | None) -> None:
@@ -143,7 +143,8 @@ class Slice(ResidualStream):
         super().add(terms, norm_of_terms)
         self._exchange.start_reduce_scatter(self._index, sums)
 
-    def normalise(self, norm: RMSNorm, _out_format: RowFormat | None = None) -> None:
+    def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
+        self._out_format = out_format
         normed = self._exchange.own_rows(self._index, len(self._rows))
         if self.added is None:
             normed.copy_(rms_norm(self.residual, norm.weight, norm.eps))
@@ -154,9 +155,9 @@ class Slice(ResidualStream):
             self.added = None
         self._exchange.start_all_gather(self._index, len(self._rows))
 
-    def normed_rows(self, out_format: RowFormat | None) -> Activations:
+    def normed_rows(self) -> Activations:
         rows = self._exchange.gathered(self._index, len(self._rows))
-        return rows if out_format is None else quantize_rows(rows, out_format)
+        return rows if self._out_format is None else quantize_rows(rows, self._out_format)
 
     def write_result(self) -> None:
         """Write what the last norm has made where the result of the step is to be."""

@@ -198,10 +198,9 @@ class Fp8WeightOnlyMethod(LinearMethod):
         """Draw what would be drawn in 16 bits, and round it. Static scales are for inputs of up to 8."""
         wide = torch.empty(layer.weight.shape, dtype=self.dtype, device=layer.weight.device)
         wide.normal_(0.0, std, generator=generator)
-        block_size = BLOCK_SIZE if self.config.weight_granularity == "block" else None
         whole = wide, layer.weight, self.scales(layer)
         for part, weight, scales in zip(*whole, strict=True) if wide.dim() == 3 else (whole,):  # an expert at a time
-            rounded, its_scales = quantize_weight(part, block_size)
+            rounded, its_scales = quantize_weight(part, self.config.block_size)
             weight.copy_(rounded)
             scales.copy_(its_scales)
         if (input_scales := self.input_scales(layer)) is not None:

@@ -88,6 +88,15 @@ def may_split(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
     return x.is_cuda and dtype == torch.bfloat16 and bias is None and len(x) <= MAX_SPLIT_K_TOKENS
 
 
+def split_k_product(x: Tensor, weight: Tensor, num_splits: int, **options: Any) -> Tensor:
+    """Return x W^T as partial sums over equal parts of the inputs, (num_splits, num_tokens, num_outputs).
+
+    options: those of torch.bmm.
+    """
+    parts = x.unflatten(1, (num_splits, -1)).transpose(0, 1)  # (num_splits, num_tokens, input_size / num_splits)
+    return torch.bmm(parts, weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0), **options)
+
+
 class LinearMethod:
     """Holds a weight in the dtype of the model.
 
@@ -141,8 +150,7 @@ class LinearMethod:
         num_splits = self._num_splits(x, len(weight), bias)
         if num_splits == 1:
             return F.linear(x, weight, bias).unsqueeze(0)
-        parts = x.unflatten(1, (num_splits, -1)).transpose(0, 1)  # (num_splits, num_tokens, input_size / num_splits)
-        return torch.bmm(parts, weight.unflatten(1, (num_splits, -1)).permute(1, 2, 0))
+        return split_k_product(x, weight, num_splits)
 
     def expert_weights(self, layer: Any) -> ExpertWeights:
         """Return the weights of all experts, for `expert_mlp`."""

@@ -72,7 +72,9 @@ class DeviceRunner:
 
     def wait(self, handle: StepHandle) -> list[int]:
         """Return the token ids of a sampled step, once they are there."""
-        return self.model_runner.wait(handle)
+        if handle.event is not None:
+            handle.event.synchronize()
+        return handle.token_ids.tolist()
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
         """Start to copy the experts of positions [start, end) to the host, for the sequence that has these blocks."""

@@ -123,12 +123,6 @@ class ModelRunner:
                 event=record_event(self.device),
             )
 
-    def wait(self, handle: StepHandle) -> list[int]:
-        """Return the token ids of a sampled step, once they are there."""
-        if handle.event is not None:
-            handle.event.synchronize()
-        return handle.token_ids.tolist()
-
     def decode(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
         """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous

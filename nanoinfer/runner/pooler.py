@@ -140,14 +140,12 @@ class Pooler:
         return by_method[self._config.method](hidden, chunks)
 
     def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
-        pooled = self._pooled(chunks)
-        places = [offset + length - 1 for _, offset, _, length, ends in pooled if ends]
-        return self._vectors_at(places, hidden, [index for index, _, _, _, ends in pooled if ends])
+        tokens = [(index, offset + length - 1) for index, offset, _, length, ends in self._pooled(chunks) if ends]
+        return self._vectors_at(tokens, hidden)
 
     def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
-        pooled = self._pooled(chunks)
-        places = [offset for _, offset, start, _, _ in pooled if start == 0]
-        return self._vectors_at(places, hidden, [index for index, _, start, _, _ in pooled if start == 0])
+        tokens = [(index, offset) for index, offset, start, _, _ in self._pooled(chunks) if start == 0]
+        return self._vectors_at(tokens, hidden)
 
     def _means(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
         pooled = self._pooled(chunks)
@@ -183,9 +181,12 @@ class Pooler:
             offset += length
         return pooled
 
-    def _vectors_at(self, places: list[int], hidden: Tensor, indices: list[int]) -> Sequence[PoolerOutput]:
-        """Return what is made of the hidden states at these places, one for each of the chunks at `indices`."""
-        return self._vectors(hidden[numbers_to_device(places, hidden.device)], indices) if places else []
+    def _vectors_at(self, tokens: list[tuple[int, int]], hidden: Tensor) -> Sequence[PoolerOutput]:
+        """Return what is made of the hidden states of some tokens. tokens: (index of a chunk, place in the step)."""
+        if not tokens:
+            return []
+        indices, places = map(list, zip(*tokens, strict=True))
+        return self._vectors(hidden[numbers_to_device(places, hidden.device)], indices)
 
     def _vectors(self, vectors: Tensor, indices: list[int]) -> Sequence[PoolerOutput]:
         return [PooledVectors(indices, self._to_host(vectors))]

@@ -253,9 +253,9 @@ def test_shards_are_named_by_expert_and_part_and_their_shapes_are_checked() -> N
         "experts.down_proj.weight",
     ]
     with pytest.raises(ModelError, match=r"has shape \(32, 24\), config.json implies \(24, 32\)"):
-        gate_up.weight_loader(gate_up.weight, randn(HIDDEN, INNER), "1.up")
+        gate_up.check_weight(gate_up.weight, randn(HIDDEN, INNER), "1.up")
     with pytest.raises(ModelError, match=r"has shape \(32, 12\), config.json implies \(32, 24\)"):
-        down.weight_loader(down.weight, randn(HIDDEN, INNER // 2), "1.down")
+        down.check_weight(down.weight, randn(HIDDEN, INNER // 2), "1.down")
 
 
 def test_no_tokens_give_no_rows() -> None:

@@ -260,7 +260,7 @@ def test_a_weight_of_another_type_than_the_config_says_is_refused(
 ) -> None:
     layer = quantized(ColumnParallelLinear(8, {"a": 2}, bias=False, tp=WHOLE), in_checkpoint=in_checkpoint)
     with pytest.raises(ModelError, match=message):
-        layer.weight_loader(layer.weight, torch.zeros(2, 8).to(dtype), "a")
+        layer.check_weight(layer.weight, torch.zeros(2, 8).to(dtype), "a")
 
 
 @pytest.mark.usefixtures("fp8_hardware")

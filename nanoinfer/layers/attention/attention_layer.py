@@ -1,10 +1,7 @@
 """Attention over a paged KV cache, as the model sees it: from the packed QKV product to the heads' outputs."""
 
-import torch
 from torch import Tensor, nn
 
-from nanoinfer.checkpoint.weights import check_shape
-from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
@@ -51,19 +48,3 @@ class Attention(nn.Module):
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata, sinks)
         return self.backend.decode(q, cache, metadata, sinks)
-
-
-class AttentionSinks(nn.Module):
-    """Holds the sinks of this rank's query heads, (num_heads,): see `AttentionSpec`."""
-
-    def __init__(self, num_heads: int, tp: TensorParallel) -> None:
-        super().__init__()
-        self.num_heads, self.tp = num_heads, tp
-        self.weight = nn.Parameter(torch.empty(tp.shard_size(num_heads, "query heads")), requires_grad=False)
-
-    def check_weight(self, _param: Tensor, full: Tensor) -> None:
-        check_shape(full, (self.num_heads,))
-
-    def weight_loader(self, param: Tensor, full: Tensor) -> None:
-        self.check_weight(param, full)
-        param.copy_(self.tp.shard(full, 0))

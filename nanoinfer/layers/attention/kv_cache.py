@@ -32,17 +32,8 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCache:
+class KVCache(LayerCache):
     """Holds all layers' keys and values, and the scales of a cache in 8 bits: those of LayerCache, by layer."""
-
-    k: Tensor
-    v: Tensor
-    k_scales: Tensor | None = None
-    v_scales: Tensor | None = None
-
-    @property
-    def in_8_bits(self) -> bool:
-        return self.k_scales is not None
 
     @property
     def num_blocks(self) -> int:

@@ -1,6 +1,6 @@
 """The attention calls of a model of transformers, each over its part of the paged cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,9 +11,13 @@ from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.transformers.attention_interface import AttentionHandler
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.transformers_config import TransformersConfig
 from nanoinfer.ops.kv_cache.spec import store_keys_values
+
+# (query, key, value, sinks) -> the heads' outputs, each (num_tokens, heads, size).
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class CachedAttention:
@@ -48,28 +52,23 @@ class CachedAttention:
         return F.pad(x, (0, missing)) if missing else x
 
 
-class StepAttention:
-    """Answers the attention calls of one step, in order."""
+def attend_in_order(attentions: Sequence[CachedAttention], step: ForwardStep) -> Attend:
+    """Return what computes the attention calls of one step, in order."""
+    calls = iter(attentions)
+    return lambda *tensors: next(calls)(step, *tensors)
 
-    def __init__(self, attentions: Sequence[CachedAttention], step: ForwardStep) -> None:
-        self._attentions, self._step = iter(attentions), step
 
-    def __call__(
-        self,
-        _module: nn.Module | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
+def by_tokens(attend: Attend) -> AttentionHandler:
+    """Return what handles the calls of models by `attend`. Each call is of one text, without a mask."""
+
+    def handle(
+        _module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
         assert mask is None, "a mask was made, though none was asked for"
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return self.attend(q, k, v, options.get("s_aux"))[None]
+        return attend(q, k, v, options.get("s_aux"))[None]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """Compute the next call: see `CachedAttention`."""
-        return next(self._attentions)(self._step, query, key, value, sinks)
+    return handle
 
 
 def cached_attentions(

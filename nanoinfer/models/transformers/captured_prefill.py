@@ -11,18 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoinfer.device import capturing
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import SmallPrefillGraphs
 from nanoinfer.models.transformers.attention_interface import handling_attention
-from nanoinfer.models.transformers.cached_attention import CachedAttention, StepAttention
+from nanoinfer.models.transformers.cached_attention import Attend, CachedAttention, attend_in_order, by_tokens
 from nanoinfer.models.transformers.guards import attend_alone
 from nanoinfer.models.transformers.split_model import SplitModel
-
-# (query, key, value, sinks) -> the heads' outputs, each (num_tokens, heads, size).
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
     ) -> None:
         super().__init__(sizes, always_served)
         self._model, self._attentions, self._forward = model, attentions, forward
-        device = next(model.model.parameters()).device
+        device = model.model.device
         self._token_ids = torch.zeros(sizes[-1], dtype=torch.int32, device=device)
         self._positions = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
         self._buffers: dict[tuple[Any, ...], Tensor] = {}  # that all calls use in turns, by what they hold
@@ -110,7 +107,7 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
     def compute(self, step: ForwardStep, size: int, graphs: CapturedStep | None) -> Tensor:
         if step.token_types is not None:
             return self._forward(step)
-        num_tokens, attend = len(step.token_ids), StepAttention(self._attentions, step).attend
+        num_tokens, attend = len(step.token_ids), attend_in_order(self._attentions, step)
         self._token_ids[:num_tokens].copy_(step.token_ids)
         self._positions[:num_tokens].copy_(step.positions)
         if graphs is not None:
@@ -141,12 +138,7 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
     def _run(self, size: int, compute: Callable[[KeptCall], None]) -> Tensor:
         """Run what lies in the inputs; return hidden states (size, hidden_size). compute: does what attention does."""
 
-        def attend(
-            _module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
-        ) -> Tensor:
-            assert mask is None, "a mask was made, though none was asked for"
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            sinks = options.get("s_aux")
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             call = KeptCall(
                 query=self._buffer("query", q.shape, v.dtype).copy_(q),
                 key=self._buffer("key", k.shape, v.dtype).copy_(k),
@@ -155,9 +147,9 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
                 heads=self._buffer("heads", (size, q.shape[1], v.shape[2]), v.dtype),
             )
             compute(call)
-            return call.heads.clone()[None]
+            return call.heads.clone()
 
-        with handling_attention(attend):
+        with handling_attention(by_tokens(attend)):
             hidden: Tensor = self._model.run(self._token_ids[:size], self._positions[:size])[0][0]
         return hidden
 

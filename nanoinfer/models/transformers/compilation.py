@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from nanoinfer.errors import ConfigError
 from nanoinfer.models.transformers.attention_interface import handling_attention
-from nanoinfer.models.transformers.guards import attend_alone
+from nanoinfer.models.transformers.guards import TOLERANCE, attend_alone
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import shortened
@@ -28,7 +29,6 @@ logger = logging.getLogger("nanoinfer")
 # How many tokens the compared steps have: one is compiled apart from all other numbers, and a prime equals no size of
 # the model, which the compiler might take for the number of tokens.
 NUM_TOKENS = (67, 1)
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}  # of a token's error, by the mean state
 Layers = Sequence[tuple[nn.Module, tuple[AttentionCall, ...]]]
 Outputs = list[tuple[Hashable, Any]]  # the kind of each layer that ran, and what it returned
 OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}  # the engine captures graphs itself
@@ -124,7 +124,7 @@ def layers_of(model: nn.Module, calls: Sequence[AttentionCall]) -> list[tuple[nn
             except AttributeError:  # the call is no module's
                 break
             if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-                found.setdefault(".".join(path[: depth + 1]), []).append(call.unnamed())
+                found.setdefault(".".join(path[: depth + 1]), []).append(replace(call, name=""))
                 break
     return [(model.get_submodule(name), tuple(its)) for name, its in found.items()]
 
@@ -144,7 +144,7 @@ def _run_in_order(model: SplitModel, layers: Layers, num_tokens: int, handed_on:
     handed_on: the outputs of such a step before. Each layer gets those of the layers before it in place of this step's,
     so that what is compared is one layer: a token may choose other experts after an error of rounding.
     """
-    device, num_calls, outputs = next(model.model.parameters()).device, 0, Outputs()
+    device, num_calls, outputs = model.model.device, 0, Outputs()
 
     def attend(module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
         nonlocal num_calls
@@ -167,7 +167,7 @@ def _run_in_order(model: SplitModel, layers: Layers, num_tokens: int, handed_on:
 
 
 def _differ(found: Outputs, expected: Outputs) -> bool:
-    """Return whether most tokens' states differ by more than rounding, for any kind of layer.
+    """Return whether most tokens' states differ by more than rounding, measured by the mean one, for any kind of layer.
 
     A few tokens may: rounding changes which experts they choose.
     """

@@ -6,7 +6,7 @@ sees is read off its mask: the function that transformers would fill the mask by
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -61,10 +61,6 @@ class AttentionCall:
     sight: Sight
     soft_cap: float | None
     has_sinks: bool
-
-    def unnamed(self) -> "AttentionCall":
-        """Return the call as any module makes it."""
-        return replace(self, name="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from nanoinfer.checkpoint.fields import ROPE_FIELDS, ROPE_PARAMETERS, SPELLINGS,
 from nanoinfer.checkpoint.hub import read_json
 from nanoinfer.checkpoint.pooling_config import read_head
 from nanoinfer.checkpoint.sentence_transformers import choose_head, read_pooling
-from nanoinfer.config import DTYPES
 from nanoinfer.errors import ConfigError, ModelError, find_similar
 from nanoinfer.models import SUPPORTED
+from nanoinfer.models.native_config import dtype_name
 from nanoinfer.models.transformers.attention_interface import ATTENTION
 from nanoinfer.models.transformers.probe import AttentionCall, Probed, probe
 from nanoinfer.models.transformers.split_model import SplitModel
@@ -83,7 +83,7 @@ def read_transformers_config(
             f"{model_class.__name__} runs by transformers' layers, with weights of 16 or 32 bits, and quant_method="
             f"{method!r} has others; use the checkpoint in 16 bits"
         )
-    dtype = _dtype(config)  # which making a model changes
+    dtype = dtype_name(getattr(config, "dtype", None))  # which making a model changes
     text = config.get_text_config(decoder=True)
     max_positions = _max_positions(text)
     model, probed = _probe(model_class, config, max_positions)
@@ -241,10 +241,3 @@ def _check_calls(calls: tuple[AttentionCall, ...]) -> None:
             raise ModelError(f"{call.name} attends to later tokens with sinks or a soft cap, which is not supported")
         if most % call.num_kv_heads or call.num_heads % most:
             raise ModelError(f"{call.name} has {call.num_kv_heads} KV heads, and others {most}; supported are divisors")
-
-
-def _dtype(config: PretrainedConfig) -> str:
-    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ModelError(f"config.json has dtype={dtype!r}; supported are {', '.join(DTYPES)}")
-    return dtype

@@ -23,7 +23,7 @@ from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import sizes_that_pay
 from nanoinfer.models.transformers.attention_interface import ATTENTION, handling_attention, name_attention
-from nanoinfer.models.transformers.cached_attention import StepAttention, cached_attentions
+from nanoinfer.models.transformers.cached_attention import attend_in_order, by_tokens, cached_attentions
 from nanoinfer.models.transformers.captured_prefill import TransformersPrefillGraphs
 from nanoinfer.models.transformers.compilation import CompiledLayers, compile_layers, layers_of
 from nanoinfer.models.transformers.fast_norms import use_norm_kernel
@@ -132,7 +132,7 @@ class TransformersModel(nn.Module):
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        with handling_attention(StepAttention(self._attentions, step)):
+        with handling_attention(by_tokens(attend_in_order(self._attentions, step))):
             return self._split.run(step.token_ids, step.positions, **self._options(step))[0][0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class TransformersModel(nn.Module):
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
         plain = nullcontext() if self.compiled_layers is None else self.compiled_layers.switched_off()
-        with handling_attention(StepAttention(self._attentions, step)), plain:
+        with handling_attention(by_tokens(attend_in_order(self._attentions, step))), plain:
             options = self._options(step)
             output = self._split.run(step.token_ids, step.positions, output_hidden_states=True, **options)
         return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}

@@ -70,7 +70,7 @@ class Int4LinearMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         *experts, num_outputs, num_inputs = shape
-        self.num_inputs = getattr(layer, "full_shape", (num_outputs, num_inputs))[-1]  # of all ranks
+        self.num_inputs = layer.full_shape[1]  # of all ranks
         self.group_size = self.config.group_size
         if self.config.checkpoint_format is None:
             self.group_size = gcd(num_inputs, self.num_inputs, GROUP_SIZE)
