@@ -17,7 +17,7 @@ from nanoinfer.engine.stopping import StopTokens
 from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Errors, for_each_params
+from nanoinfer.text.arguments import Errors, results_by_prompt
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
 
@@ -62,11 +62,8 @@ class Constraints:
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their constraints; add what is wrong with a constraint to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
-        compiled = self._compile([*params.values()], use_tqdm)
-        if not compiled:  # nobody asks for anything
-            return
-        plans = for_each_params(lambda one: _or_raise(compiled.get(id(one))), params, errors)
-        for index, plan in plans.items():
+        plans = self._compile([*params.values()], use_tqdm)
+        for index, plan in results_by_prompt(plans, params, errors).items():
             requests[index].constraint = plan
 
     def masks(self, constraints: Sequence[Constraint | None]) -> TokenMasks:
@@ -121,7 +118,7 @@ class Constraints:
             try:
                 token_set = make_set(allowed, words) if allowed is not None or words else None
                 grammar = None if one.structured_outputs is None else _or_raise(grammars[one.structured_outputs])
-                plans[key] = self._plan(one, grammar, token_set)
+                plans[key] = self.plan(one, grammar, token_set)
             except RequestError as error:
                 plans[key] = error
         return plans
@@ -141,7 +138,8 @@ class Constraints:
             matchers.sort(key=itemgetter(0))
             self._grammars.library.fill([(matcher, row) for _, matcher, row in matchers], masks)
 
-    def _plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "RequestConstraint":
+    def plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "RequestConstraint":
+        """Return the constraint of a request, given what is compiled of it. Raises RequestError for what is wrong."""
         own = frozenset(token_id for token_id in params.stop_token_ids or () if token_id < self._vocab_size)
         if grammar is not None and (own or token_set is not None):
             first_mask = grammar.first_mask.copy() if token_set is None else grammar.first_mask & token_set.always
