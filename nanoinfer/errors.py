@@ -16,6 +16,7 @@ A misspelt name of an option is a TypeError, as in any Python call; `check_names
 
 import difflib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
@@ -133,16 +134,27 @@ def with_checked_names(foreign: Foreigners) -> Callable[[type[Dataclass]], type[
     """Return a decorator that makes a misspelt argument of a dataclass an error, as `check_names` writes it."""
 
     def decorate(cls: type[Dataclass]) -> type[Dataclass]:
-        init, known = cls.__init__, [item.name for item in fields(cls)]  # type: ignore[arg-type]
-
-        @functools.wraps(init)  # keeps the signature that help() and editors show
-        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
-            init(self, *args, **check_names(cls.__name__, options, known, foreign))
-
-        cls.__init__ = __init__  # type: ignore[method-assign]
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        cls.__init__ = checking_names(cls.__init__, cls.__name__, known, foreign)  # type: ignore[method-assign]
         return cls
 
     return decorate
+
+
+def checking_names(
+    function: Callable[..., Any], owner: str, known: Collection[str], foreign: Foreigners
+) -> Callable[..., Any]:
+    """Return a function, which may be a coroutine function, that takes the options that `check_names` lets through."""
+
+    @functools.wraps(function)  # keeps the signature that help() and editors show
+    def call(*args: Any, **options: Any) -> Any:
+        return function(*args, **(check_names(owner, options, known, foreign) if options else options))
+
+    @functools.wraps(function)
+    async def acall(*args: Any, **options: Any) -> Any:
+        return await call(*args, **options)
+
+    return acall if inspect.iscoroutinefunction(function) else call
 
 
 def find_similar(name: str, known: Collection[str]) -> str | None:

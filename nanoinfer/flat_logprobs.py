@@ -55,19 +55,27 @@ class FlatLogprobs(Sequence[TokenLogprobs | None]):
         if isinstance(index, slice):
             picked = FlatLogprobs()
             for start, end in zip(self.start_indices[index], self.end_indices[index], strict=True):
-                parts = self.token_ids, self.logprobs, self.ranks, self.decoded_tokens
-                picked.append(*(part[start:end] for part in parts))  # type: ignore[arg-type]
+                picked.append(*self._entries(start, end))
             return picked
-        found: TokenLogprobs = {}
-        for place in range(self.start_indices[index], self.end_indices[index]):
-            rank, text = self.ranks[place], self.decoded_tokens[place]
-            found.setdefault(
-                self.token_ids[place], Logprob(self.logprobs[place], None if rank == NO_RANK else rank, text)
-            )
-        return found or None
+        return token_logprobs(*self._entries(self.start_indices[index], self.end_indices[index])) or None
 
     def __iter__(self) -> Iterator[TokenLogprobs | None]:
         return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
         return f"FlatLogprobs({len(self)} positions, {len(self.token_ids)} entries)"
+
+    def _entries(self, start: int, end: int) -> Any:
+        """Return a range of the entries, as `append` and `token_logprobs` take them."""
+        return [part[start:end] for part in (self.token_ids, self.logprobs, self.ranks, self.decoded_tokens)]
+
+
+def token_logprobs(
+    token_ids: Iterable[int], logprobs: Iterable[float], ranks: Iterable[int], decoded_tokens: Iterable[str | None]
+) -> TokenLogprobs:
+    """Return the entries of one position as a dict; of a token that is there twice, the first counts."""
+    found: TokenLogprobs = {}
+    for token_id, logprob, rank, text in zip(token_ids, logprobs, ranks, decoded_tokens, strict=True):
+        if token_id not in found:
+            found[token_id] = Logprob(logprob, None if rank == NO_RANK else rank, text)
+    return found

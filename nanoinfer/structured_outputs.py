@@ -13,12 +13,11 @@ SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 MAX_SHOWN = 200  # characters of a value in a message
 
 FOREIGN_NAMES: Foreigners = {
-    **dict.fromkeys(("schema", "json_schema", "guided_json"), "json"),
-    **dict.fromkeys(("pattern", "guided_regex"), "regex"),
-    **dict.fromkeys(("choices", "guided_choice"), "choice"),
-    **dict.fromkeys(("ebnf", "gbnf", "lark", "guided_grammar"), "grammar"),
-    "guided_json_object": "json_object",
-    "guided_whitespace_pattern": "whitespace_pattern",
+    **{f"guided_{name}": name for name in (*KINDS, "whitespace_pattern")},
+    **dict.fromkeys(("schema", "json_schema"), "json"),
+    "pattern": "regex",
+    "choices": "choice",
+    **dict.fromkeys(("ebnf", "gbnf", "lark"), "grammar"),
     "backend": None,
 }
 # What structured_outputs_config of vLLM has beside SWITCHES, and the values that say what is so anyway.

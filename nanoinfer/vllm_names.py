@@ -4,12 +4,11 @@ The rule: an option of vLLM is accepted with a value that says what nanoinfer do
 value it is refused, with our name for it or with the reason. A string below is our name, `only` has the values.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from nanoinfer.errors import NOT_SUPPORTED, Foreign, Foreigners, check_names
+from nanoinfer.errors import NOT_SUPPORTED, Foreign, Foreigners, checking_names
 
 Class = TypeVar("Class", bound=type)
 
@@ -191,13 +190,4 @@ def _with_checked_names(method: Callable[..., Any]) -> Callable[..., Any]:
     foreign = {key: its for key, its in foreign.items() if its != "tokenization_kwargs" or its in known}
     if name == "score":
         foreign |= dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), only(why=RANKS))
-
-    @functools.wraps(method)
-    def call(*args: Any, **options: Any) -> Any:
-        return method(*args, **(check_names(name, options, known, foreign) if options else options))
-
-    @functools.wraps(method)
-    async def acall(*args: Any, **options: Any) -> Any:
-        return await method(*args, **check_names(name, options, known, foreign))
-
-    return acall if inspect.iscoroutinefunction(method) else call
+    return checking_names(method, name, known, foreign)

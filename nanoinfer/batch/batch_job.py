@@ -253,7 +253,7 @@ class Job:
                 compiling = self._background.submit(self._preparer.compile_grammars, [params])
             return Question(line, custom_id, body, params, compiling)
         except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
-            self._fail(line, custom_id, getattr(error, "kind", "invalid_request"), str(error))
+            self._fail(line, custom_id, error)
             return None
 
     def ask(self, question: Question) -> None:
@@ -268,7 +268,7 @@ class Job:
             question.compiling.result()  # it is kept, so that `_prepare` finds it
             return self._prepare(question)
         except (RequestError, RecursionError) as error:
-            self._fail(question.line, question.custom_id, getattr(error, "kind", "invalid_request"), str(error))
+            self._fail(question.line, question.custom_id, error)
             return []
 
     def _prepare(self, question: Question) -> list[PreparedRequest]:
@@ -309,11 +309,12 @@ class Job:
         model = self._llm.config.model
         if "input" in body:
             if not all(math.isfinite(output.embedding.sum()) for output in outputs):
-                return self._fail(line, custom_id, "model_error", "the embedding is NaN or infinite")
+                return self._fail(line, custom_id, RequestError("the embedding is NaN or infinite", "model_error"))
             content = embeddings_body(outputs, body, model)
         else:
             if failed := [choice for output in outputs for choice in output.outputs if choice.error is not None]:
-                return self._fail(line, custom_id, failed[0].error_kind or "model_error", str(failed[0].error))
+                error = RequestError(str(failed[0].error), failed[0].error_kind or "model_error")
+                return self._fail(line, custom_id, error)
             entries = {"id": line.id, "model": model, "created": int(time.time())}
             echo = self._text if body.get("echo") else None
             content = response_body(outputs, params, "messages" in body, echo, **entries)
@@ -326,6 +327,7 @@ class Job:
         """Return the text of a prompt that was given as token ids; "" where there is no tokenizer."""
         return "" if self._llm.tokenizer is None else self._llm.decode(token_ids, skip_special_tokens=False)
 
-    def _fail(self, line: Line, custom_id: str, code: str, message: str) -> None:
-        error = {"code": code, "message": message[:MAX_MESSAGE], "line": line.number}
-        self._output.write(line, {"custom_id": custom_id, "response": None, "error": error})
+    def _fail(self, line: Line, custom_id: str, error: Exception) -> None:
+        code, message = getattr(error, "kind", "invalid_request"), str(error)[:MAX_MESSAGE]
+        record = {"code": code, "message": message, "line": line.number}
+        self._output.write(line, {"custom_id": custom_id, "response": None, "error": record})

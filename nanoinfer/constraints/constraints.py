@@ -1,6 +1,7 @@
 """Constraints on the tokens of a request (grammars, token sets, users' functions): compiled once, then followed."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -17,7 +18,8 @@ from nanoinfer.engine.stopping import StopTokens
 from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
 from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Errors, for_each_params
+from nanoinfer.structured_outputs import StructuredOutputsParams
+from nanoinfer.text.arguments import Errors, results_by_prompt
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
 
@@ -62,11 +64,8 @@ class Constraints:
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their constraints; add what is wrong with a constraint to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
-        compiled = self._compile([*params.values()], use_tqdm)
-        if not compiled:  # nobody asks for anything
-            return
-        plans = for_each_params(lambda one: _or_raise(compiled.get(id(one))), params, errors)
-        for index, plan in plans.items():
+        plans = self._compile([*params.values()], use_tqdm)
+        for index, plan in results_by_prompt(plans, params, errors).items():
             requests[index].constraint = plan
 
     def masks(self, constraints: Sequence[Constraint | None]) -> TokenMasks:
@@ -76,30 +75,22 @@ class Constraints:
         still be copied from while the next step's are written.
         """
         samples = cast(Sequence[SampleConstraint | None], constraints)
-        followed = [(index, sample) for index, sample in enumerate(samples) if sample is not None]
-        in_set = [(index, sample) for index, sample in followed if sample.plan.token_set is not None]
+        followed = {index: sample for index, sample in enumerate(samples) if sample is not None}
+        in_set = {index: sample for index, sample in followed.items() if sample.plan.token_set is not None}
+        in_grammar = {index: sample for index, sample in followed.items() if sample.matcher is not None}
         sets = self._new_bits((len(in_set), self._num_words))
-        for (_, sample), row in zip(in_set, sets, strict=True):
+        for sample, row in zip(in_set.values(), sets, strict=True):
             sample.write_token_set(row)
-        set_indices = [index for index, _ in in_set]
-        in_grammar = [sample for _, sample in followed if sample.matcher is not None]
-        grammar_indices = [index for index, sample in followed if sample.matcher is not None]
         grammars = self._new_bits((len(in_grammar), self._num_words))
-        self._fill(in_grammar, grammars)
-        set_rows = dict(zip(set_indices, sets, strict=True))
-        _place_stop_tokens(
-            in_grammar,
-            grammars,
-            {row: set_rows[index] for row, index in enumerate(grammar_indices) if index in set_rows},
-        )
+        self._fill([*in_grammar.values()], grammars)
+        set_rows = dict(zip(in_set, sets, strict=True))
+        also_in_set = {row: set_rows[index] for row, index in enumerate(in_grammar) if index in set_rows}
+        _place_stop_tokens([*in_grammar.values()], grammars, also_in_set)
+        functions = {i: (one.plan.functions, [*one.token_ids]) for i, one in followed.items() if one.plan.functions}
         return TokenMasks(
-            RowMasks(grammar_indices, grammars) if in_grammar else None,
-            RowMasks(set_indices, sets) if in_set else None,
-            {
-                index: (sample.plan.functions, list(sample.token_ids))
-                for index, sample in followed
-                if sample.plan.functions
-            },
+            RowMasks([*in_grammar], grammars) if in_grammar else None,
+            RowMasks([*in_set], sets) if in_set else None,
+            functions,
         )
 
     def _compile(
@@ -109,10 +100,10 @@ class Constraints:
         asking = {id(one): one for one in params if _asks(one)}
         if not asking:
             return {}
-        num_samples: dict[Any, int] = {}  # that follow each grammar
+        num_samples: Counter[StructuredOutputsParams] = Counter()  # that follow each grammar
         for one in params:
             if one.structured_outputs is not None:
-                num_samples[one.structured_outputs] = num_samples.get(one.structured_outputs, 0) + one.n
+                num_samples[one.structured_outputs] += one.n
         grammars = self._grammars.compile(num_samples, use_tqdm) if num_samples else {}
         make_set = functools.cache(functools.partial(token_sets.make_token_set, self._tokenizer, self._vocab_size))
         plans: dict[int, RequestConstraint | RequestError] = {}
@@ -121,7 +112,7 @@ class Constraints:
             try:
                 token_set = make_set(allowed, words) if allowed is not None or words else None
                 grammar = None if one.structured_outputs is None else _or_raise(grammars[one.structured_outputs])
-                plans[key] = self._plan(one, grammar, token_set)
+                plans[key] = self.plan(one, grammar, token_set)
             except RequestError as error:
                 plans[key] = error
         return plans
@@ -141,7 +132,8 @@ class Constraints:
             matchers.sort(key=itemgetter(0))
             self._grammars.library.fill([(matcher, row) for _, matcher, row in matchers], masks)
 
-    def _plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "RequestConstraint":
+    def plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> "RequestConstraint":
+        """Return the constraint of a request, given what is compiled of it. Raises RequestError for what is wrong."""
         own = frozenset(token_id for token_id in params.stop_token_ids or () if token_id < self._vocab_size)
         if grammar is not None and (own or token_set is not None):
             first_mask = grammar.first_mask.copy() if token_set is None else grammar.first_mask & token_set.always
@@ -159,17 +151,17 @@ class Constraints:
             functions=tuple(params.logits_processors or ()),
             stop_ids=stop_tokens.ids,
             min_tokens=params.min_tokens,
-            within=MaskChanges(added=frozenset(), removed=own_only),
-            at_early_end=MaskChanges(added=frozenset(), removed=stop_tokens.ids),
-            at_end=MaskChanges(added=own_only, removed=stop_tokens.ignored),
+            within=MaskChanges(removed=own_only),
+            at_early_end=MaskChanges(removed=stop_tokens.ids),
+            at_end=MaskChanges(removed=stop_tokens.ignored, added=own_only),
         )
 
 
 class MaskChanges(NamedTuple):
-    """Says which stop tokens are added to what a grammar allows, and which are removed from that."""
+    """Says which stop tokens are removed from what a grammar allows, and which are added to that."""
 
-    added: frozenset[int]
     removed: frozenset[int]
+    added: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def _reachable(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         place, schema = waiting.pop()
         yield place, schema
         children = []
-        for keyword in ("properties", "patternProperties"):
+        for keyword in LISTING:
             children += [(f"{place}/{keyword}/{name}", child) for name, child in _dict(schema, keyword).items()]
         for keyword in DIRECT:
             children += [(f"{place}/{keyword}/{index}", child) for index, child in enumerate(_list(schema, keyword))]

@@ -21,19 +21,14 @@ def new_bits(shape: tuple[int, int]) -> Bits:
 
 def all_tokens(vocab_size: int) -> Bits:
     """Return the set of all tokens; bits past the last are 0."""
-    return _from_bools(np.ones(vocab_size, bool))
+    return set_of(slice(vocab_size), vocab_size)
 
 
-def set_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
-    chosen = np.zeros(vocab_size, bool)
-    chosen[list(token_ids)] = True
-    return _from_bools(chosen)
-
-
-def _from_bools(chosen: NDArray[np.bool_]) -> Bits:
-    padded = np.zeros(-(-len(chosen) // 32) * 32, bool)
-    padded[: len(chosen)] = chosen
-    return np.packbits(padded, bitorder="little").view(np.int32)
+def set_of(token_ids: list[int] | slice, vocab_size: int) -> Bits:
+    """Return the set of these tokens of a vocabulary."""
+    chosen = np.zeros(-(-vocab_size // 32) * 32, bool)
+    chosen[token_ids] = True
+    return np.packbits(chosen, bitorder="little").view(np.int32)
 
 
 def add(bits: Bits, token_ids: Iterable[int], rows: Any = ...) -> None:
@@ -87,7 +82,7 @@ def make_token_set(
             raise RequestError(
                 f"allowed_token_ids has {outside[0]}, outside the vocabulary; ids are 0 to {vocab_size - 1}"
             )
-        always = set_of(allowed_token_ids, vocab_size)
+        always = set_of([*allowed_token_ids], vocab_size)
     endings: dict[int, list[tuple[list[int], int]]] = {}
     for *before, last in _encode_words(bad_words, tokenizer):
         if max(last, *before, 0) >= vocab_size:  # the model cannot write it

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 from numpy.typing import NDArray
@@ -9,11 +10,11 @@ from numpy.typing import NDArray
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.hidden_states_request import collect_states, hand_over_states
 from nanoinfer.engine.interfaces import Runner, SampledStep
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs, add_position, token_logprobs
+from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
+from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs, token_logprobs
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
 
@@ -119,11 +120,13 @@ def _add_logprobs(completion: Completion, rank: int, token_ids: list[int], logpr
     if num_others is not None and completion.seq.finish_reason != "error":
         token_ids, logprobs = token_ids[: 1 + num_others], logprobs[: 1 + num_others]
         ranks = [NO_RANK] * num_others if params.logprob_token_ids else range(1, 1 + num_others)
-        position = [rank, *ranks], token_ids, logprobs, completion.text().of_tokens
+        texts = completion.text().of_tokens
+        decoded = texts.add_first(token_ids) if texts else repeat(None, len(token_ids))
+        entries = token_ids, logprobs, [rank, *ranks], decoded
         if isinstance(completion.logprobs, FlatLogprobs):
-            add_position(completion.logprobs, *position)
+            completion.logprobs.append(*entries)
         else:
-            completion.logprobs.append(token_logprobs(*position))
+            completion.logprobs.append(token_logprobs(*entries))
 
 
 def _add_prompt_logprobs(request: Request, start: int, arrays: list[NDArray[Any]]) -> None:

@@ -2,14 +2,14 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
-from nanoinfer.outputs import Logprob, TokenLogprobs, shown
+from nanoinfer.flat_logprobs import FlatLogprobs
+from nanoinfer.outputs import TokenLogprobs, shown
 from nanoinfer.text.completion_text import TokenTexts
 
 
@@ -67,13 +67,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     def _list(self) -> list[TokenLogprobs | None]:
         if self._dicts is None:
-            texts = self._new_texts() if self._new_texts else None
-            others = [*range(1, self.token_ids.shape[1])]
-            positions = zip(self.ranks.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
-            self._dicts = [
-                token_logprobs([rank, *others], token_ids, logprobs, texts) if rank else None
-                for rank, token_ids, logprobs in positions
-            ]
+            self._dicts = [*self._to_flat()]
         return self._dicts
 
     def __len__(self) -> int:
@@ -90,29 +84,6 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     def __reduce__(self) -> tuple[type, tuple[list[TokenLogprobs | None]]]:
         return list, (self._list(),)
-
-
-def token_logprobs(
-    ranks: list[int], token_ids: list[int], logprobs: list[float], texts: TokenTexts | None
-) -> TokenLogprobs:
-    """Return what users get for one position: its token, then the others.
-
-    ranks, token_ids, logprobs: those of the position's own token come first. A rank that is not known is NO_RANK.
-    texts: makes the tokens' texts; it stands at this position, and is moved on to the next. None makes no text.
-    """
-    decoded = texts.add_first(token_ids) if texts else repeat(None, len(token_ids))
-    found: TokenLogprobs = {}
-    for rank, token_id, logprob, text in zip(ranks, token_ids, logprobs, decoded, strict=True):
-        if token_id not in found:
-            found[token_id] = Logprob(logprob, None if rank == NO_RANK else rank, text)
-    return found
-
-
-def add_position(
-    flat: FlatLogprobs, ranks: list[int], token_ids: list[int], logprobs: list[float], texts: TokenTexts | None
-) -> None:
-    """Add a position, given as for `token_logprobs`."""
-    flat.append(token_ids, logprobs, ranks, texts.add_first(token_ids) if texts else repeat(None, len(token_ids)))
 
 
 def logprobs_of_tokens(logprobs: list[TokenLogprobs] | FlatLogprobs, token_ids: list[int]) -> list[float]:

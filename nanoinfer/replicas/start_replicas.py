@@ -12,7 +12,9 @@ from multiprocessing.connection import wait
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.constraints.constraints import Constraints, RequestConstraint
+from nanoinfer.constraints.grammars import Grammar
+from nanoinfer.constraints.token_sets import TokenSet
 from nanoinfer.device import select_devices
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
@@ -26,7 +28,7 @@ from nanoinfer.replicas.replica import run_replica
 from nanoinfer.replicas.replica_messages import Logged, Ready, Reply
 from nanoinfer.replicas.replicated_engine import ReplicatedEngine
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Errors, for_each_params
+from nanoinfer.text.arguments import Errors
 from nanoinfer.text.prompts import PreparedRequest
 
 logger = logging.getLogger("nanoinfer")
@@ -38,11 +40,13 @@ class CheckedConstraints(Constraints):
     """Finds what is wrong with what requests ask for; replicas compile it for themselves."""
 
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
-        params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
-        for_each_params(check_functions, {i: one for i, one in params.items() if one.logits_processors}, errors)
         super().add_constraints(requests, errors, use_tqdm)
         for request in requests.values():
             request.constraint = None
+
+    def plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> RequestConstraint:
+        check_functions(params)
+        return super().plan(params, grammar, token_set)
 
 
 def check_functions(params: SamplingParams) -> None:

@@ -21,18 +21,17 @@ from nanoinfer.engine.row_options import SamplingRecord, slices_of
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 
 
-def read_field(records: Tensor, dtype: np.dtype[Any], name: str) -> Tensor:
-    """Return one field of packet records on the device, (num_records,); `dtype` is that of the section."""
-    assert dtype.fields is not None, "records have fields"
-    kind, offset = dtype.fields[name][:2]
-    columns = records[:, offset // 4 : (offset + kind.itemsize) // 4].clone(memory_format=torch.contiguous_format)
+def read_field(sections: PacketSections, section: str, name: str) -> Tensor:
+    """Return one field of a section's records on the device, (num_records,), in its dtype; `column` is for int32."""
+    kind, offset = SECTION_DTYPES[section].fields[name][:2]
+    columns: Tensor = getattr(sections, section)[:, offset // 4 : (offset + kind.itemsize) // 4]
+    columns = columns.clone(memory_format=torch.contiguous_format)
     return columns.view(TORCH_DTYPES.get(kind, torch.int32)).squeeze(1)
 
 
 def read_options(sections: PacketSections, names: tuple[str, ...]) -> Tensor:
     """Return these options of a packet's sampling records on the device, (num_records, num_names) float32."""
-    section, dtype = sections.sampling_records, SECTION_DTYPES["sampling_records"]
-    return torch.stack([read_field(section, dtype, name).float() for name in names], dim=1)
+    return torch.stack([read_field(sections, "sampling_records", name).float() for name in names], dim=1)
 
 
 class Stage(IntEnum):
@@ -75,6 +74,10 @@ class RowProcessor(LogitsProcessor):
 
     reads: ClassVar[tuple[str, ...]]
 
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+
     @abstractmethod
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         """Remember what the newly admitted rows of a packet ask for; `records` are its sampling records."""
@@ -90,11 +93,6 @@ class LogitBias(RowProcessor):
     stage: ClassVar = Stage.BIASES
     reads: ClassVar[tuple[str, ...]] = ()  # logit_bias is ragged
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        super().__init__()
-        self._vocab_size = vocab_size
-        self._device = device
-
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         biases = np.ascontiguousarray(on_host.biases).reshape(-1).view(SECTION_DTYPES["biases"])
         for record, its_biases in slices_of(biases, records, "num_biases"):
@@ -105,7 +103,7 @@ class LogitBias(RowProcessor):
         found = {place: self.by_row[host_rows[place]] for place in self.places(host_rows)}
         places = [place * self._vocab_size + biases["token_id"].astype(np.int64) for place, biases in found.items()]
         values = [biases["bias"] for biases in found.values()]
-        on_device = [to_device(torch.from_numpy(np.concatenate(parts)), self._device) for parts in (places, values)]
+        on_device = [to_device(torch.from_numpy(np.concatenate(parts)), logits.device) for parts in (places, values)]
         return logits.float().flatten().index_add(0, *on_device).view_as(logits)
 
 
@@ -115,8 +113,8 @@ class Penalties(RowProcessor):
     stage: ClassVar = Stage.PENALTIES
     reads: ClassVar[tuple[str, ...]] = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
-    def __init__(self, token_ids: Tensor, context_lens: Tensor) -> None:
-        super().__init__()
+    def __init__(self, vocab_size: int, token_ids: Tensor, context_lens: Tensor) -> None:
+        super().__init__(vocab_size)
         num_rows, device = len(context_lens), context_lens.device
         self._token_ids = token_ids
         self._context_lens = context_lens
@@ -125,9 +123,8 @@ class Penalties(RowProcessor):
 
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         self.by_row |= {record.row: record for record in records if record.asks_for(self.reads)}
-        section, dtype = on_device.sampling_records, SECTION_DTYPES["sampling_records"]
         rows = column(on_device, "sampling_records", "row").long()
-        self._prompt_lens[rows] = read_field(section, dtype, "num_prompt_tokens")
+        self._prompt_lens[rows] = column(on_device, "sampling_records", "num_prompt_tokens")
         self._penalties[rows] = read_options(on_device, self.reads)
 
     def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
@@ -150,11 +147,6 @@ class MinTokens(RowProcessor):
     stage: ClassVar = Stage.MIN_TOKENS
     reads: ClassVar[tuple[str, ...]] = ("min_tokens",)
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        super().__init__()
-        self._vocab_size = vocab_size
-        self._device = device
-
     def admit(self, records: Sequence[SamplingRecord], on_host: PacketSections, on_device: PacketSections) -> None:
         stop_ids = on_host.stop_ids[:, 0].tolist()
         for record, its_stop_ids in slices_of(stop_ids, records, "num_stop_ids"):
@@ -175,14 +167,13 @@ class MinTokens(RowProcessor):
                 self.release(row)
         if not forbidden:
             return logits
-        places = numbers_to_device(forbidden, self._device)
+        places = numbers_to_device(forbidden, logits.device)
         return logits.index_put(places.unbind(1), logits.new_full((), -torch.inf))
 
 
 def row_processors(token_ids: Tensor, context_lens: Tensor, vocab_size: int) -> list[RowProcessor]:
     """Return all processors, in the order in which they act; the tensors are the tables of `Sampler`."""
-    device = context_lens.device
-    processors = LogitBias(vocab_size, device), Penalties(token_ids, context_lens), MinTokens(vocab_size, device)
+    processors = LogitBias(vocab_size), Penalties(vocab_size, token_ids, context_lens), MinTokens(vocab_size)
     return sorted(processors, key=lambda processor: processor.stage)
 
 

@@ -76,22 +76,22 @@ class SampleLogprobsReader:
         naming = [place for place, row in enumerate(host_rows) if row in self._token_ids]
         if not naming:
             num_best = max(self._num_best.get(row, -1) for row in host_rows)
-            return [SampleLogprobs(batch_indices, self._compute(logits, drawn, num_best).to_host())]
+            return [SampleLogprobs(batch_indices, self._compute(logits, drawn, num_best))]
         found = []
         if others := [place for place, row in enumerate(host_rows) if row not in self._token_ids and self.wants(row)]:
             places = numbers_to_device(others, self._device)
             num_best = max(self._num_best[host_rows[place]] for place in others)
             logprobs = self._compute(logits[places], drawn[places], num_best)
-            found.append(SampleLogprobs([batch_indices[place] for place in others], logprobs.to_host()))
+            found.append(SampleLogprobs([batch_indices[place] for place in others], logprobs))
         ids = [self._token_ids[host_rows[place]] for place in naming]
         width = max(map(len, ids))
         padded = [[*its_ids, *its_ids[:1] * (width - len(its_ids))] for its_ids in ids]
         places, named = numbers_to_device(naming, self._device), numbers_to_device(padded, self._device)
         logprobs = self._compute(logits[places], drawn[places], 0, named)
-        return [*found, SampleLogprobs([batch_indices[place] for place in naming], logprobs.to_host())]
+        return [*found, SampleLogprobs([batch_indices[place] for place in naming], logprobs)]
 
     def _compute(self, logits: Tensor, drawn: Tensor, num_best: int, named: Tensor | None = None) -> LogprobsTensors:
-        return compute_logprobs(logits, drawn, num_best, named=named, normalises=self.normalises)
+        return compute_logprobs(logits, drawn, num_best, named=named, normalises=self.normalises).to_host()
 
 
 def drawn_from(logits: Tensor, lowest: Tensor | None, temperatures: Tensor, normalises: bool) -> Tensor:

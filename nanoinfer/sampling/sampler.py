@@ -83,6 +83,7 @@ class Sampler:
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         # What `thresholds` reads.
         self.limits = torch.zeros(num_rows, 1 + len(FILTERS), dtype=torch.float32, device=self.device)
+        self._tables = self.temperatures, self.seeds, token_ids, context_lens  # what a draw reads and extends
         self.processors = row_processors(token_ids, context_lens, vocab_size)
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._logprobs = SampleLogprobsReader(logprobs_mode, self.device)
@@ -94,9 +95,9 @@ class Sampler:
         """Enter how the newly admitted rows of a packet are sampled, in place of what was known of these rows."""
         if not header.counts["row_records"]:
             return
-        records, rows = on_device.row_records, column(on_device, "row_records", "row").long()
-        self.temperatures[rows] = read_field(records, SECTION_DTYPES["row_records"], "temperature")
-        self.seeds[rows] = read_field(records, SECTION_DTYPES["row_records"], "seed")
+        rows = column(on_device, "row_records", "row").long()
+        self.temperatures[rows] = read_field(on_device, "row_records", "temperature")
+        self.seeds[rows] = read_field(on_device, "row_records", "seed")
         self.limits.index_fill_(0, rows, 0.0)  # no filter, whatever was before; `[rows] = 0.0` would wait for the GPU
         if self._records:
             for row in column(on_host, "row_records", "row").tolist():
@@ -160,8 +161,7 @@ class Sampler:
             which = rows[on_device]
             processed = self._process(whole, which, some_rows, processors)
             lowest = self._thresholds(processed, which, some_rows)
-            tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
-            token_ids[on_device] = drawn = sample_and_append(processed, lowest, which, *tables)
+            token_ids[on_device] = drawn = sample_and_append(processed, lowest, which, *self._tables)
             temperatures = self.temperatures[which]
             logprobs += self._logprobs.read(some, some_rows, drawn, whole, processed, lowest, temperatures)
         return Sampled(token_ids, logprobs, errors)
@@ -236,10 +236,9 @@ class Sampler:
 
     def _draw(self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int]) -> Tensor:
         """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
-        tables = (self.temperatures, self.seeds, self.token_ids, self.context_lens)
         if self.tp.size > 1:
-            return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *tables)
-        return sample_and_append(logits, self._thresholds(logits, rows, host_rows), rows, *tables)
+            return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *self._tables)
+        return sample_and_append(logits, self._thresholds(logits, rows, host_rows), rows, *self._tables)
 
     def _process(
         self, logits: Tensor, rows: Tensor, host_rows: list[int], processors: Sequence[LogitsProcessor]

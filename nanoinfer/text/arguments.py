@@ -169,28 +169,25 @@ def report(errors: Mapping[int, RequestError], count: int, on_error: OnError = "
         raise RequestError(f"{len(found)} of {count} prompts cannot be served; {remedy}:{named}")
 
 
-def for_each_params(
-    function: Callable[[SamplingParams], Result],
+def results_by_prompt(
+    results: Mapping[int, Result | RequestError],
     params: Mapping[int, SamplingParams],
     errors: Errors,
     are_shared: bool | None = None,
 ) -> dict[int, Result]:
-    """Call a function once for each different SamplingParams of some prompts, and return its results by prompt.
+    """Return by prompt what `results` has by the id of a SamplingParams, where it has anything.
 
-    If it raises a RequestError, that is added to `errors` for each prompt with these options, and there is no result.
-    are_shared: whether all prompts of the call have the same options, so that errors need not name the prompt; None if
-    `params` has all prompts of the call.
+    A RequestError is added to `errors` for each prompt with these options instead. are_shared: whether all prompts of
+    the call have the same options, so that errors need not name the prompt; None if `params` has all prompts of the
+    call.
     """
-    places: dict[int, list[int]] = {}  # of the prompts, by the id of their options
+    is_named = len({*map(id, params.values())}) > 1 if are_shared is None else not are_shared
+    found: dict[int, Result] = {}
     for index, one in params.items():
-        places.setdefault(id(one), []).append(index)
-    results: dict[int, Result] = {}
-    is_named = len(places) > 1 if are_shared is None else not are_shared
-    for indices in places.values():
-        try:
-            results |= dict.fromkeys(indices, function(params[indices[0]]))
-        except RequestError as error:
-            for index in indices:
-                wrong = RequestError(str(error), "invalid_sampling_params")
-                errors.setdefault(index, wrong.within(f"prompt {index}") if is_named else wrong)
-    return results
+        result = results.get(id(one))
+        if isinstance(result, RequestError):
+            wrong = RequestError(str(result), "invalid_sampling_params")
+            errors.setdefault(index, wrong.within(f"prompt {index}") if is_named else wrong)
+        elif result is not None:
+            found[index] = result
+    return found

@@ -11,7 +11,7 @@ import numpy as np
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.outputs import CompletionOutput, RequestOutput, shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
-from nanoinfer.text.arguments import Errors, Prompt, for_each_params, report
+from nanoinfer.text.arguments import Errors, Prompt, report, results_by_prompt
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 LIST_HEADER = 5  # bytes that marshal writes before the items of a list
@@ -120,7 +120,13 @@ class PromptProcessor:
         """
         self.check_completes()
         given = {index: all_params[index] for index in prompts}
-        checked = given | for_each_params(self.check_params, given, errors, are_shared)
+        served: dict[int, SamplingParams | RequestError] = {}  # by the id of what was given
+        for key, one in {id(one): one for one in given.values()}.items():
+            try:
+                served[key] = self.check_params(one)
+            except RequestError as error:
+                served[key] = error
+        checked = given | results_by_prompt(served, given, errors, are_shared)
         encoded, packed = self.encode(prompts, errors, add_special_tokens, "prompt", tokenization_kwargs)
         return {
             index: PreparedRequest(

@@ -171,7 +171,7 @@ def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(dtype: torch.dtype) -> None:
-    processor, asked = LogitBias(50, torch.device("cpu")), {3: {7: 1.5, 49: -2.25, 50: 9.0}, 5: {0: 1e9}, 6: {7: 0.5}}
+    processor, asked = LogitBias(50), {3: {7: 1.5, 49: -2.25, 50: 9.0}, 5: {0: 1e9}, 6: {7: 0.5}}
     records = [SamplingRecord(row, 1, 0, 0, len(biases), 0, -1) for row, biases in asked.items()]
     section = np.array([item for biases in asked.values() for item in biases.items()], SECTION_DTYPES["biases"])
     sections = PacketSections(**dict.fromkeys(PacketSections._fields))._replace(
