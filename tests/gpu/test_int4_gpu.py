@@ -69,7 +69,7 @@ def test_values_of_e2m1_are_multiplied_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("group_size", "has_zeros"), [(128, False), (64, False), (32, True), (None, True)])
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 384), (640, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_experts_in_4_bits_equal_their_twin(
+def test_experts_in_4_bits_equal_their_specification(
     dtype: torch.dtype, hidden_size: int, inner_size: int, group_size: int | None, has_zeros: bool, num_tokens: int
 ) -> None:
     num_experts = 32
@@ -90,7 +90,7 @@ def test_experts_in_4_bits_equal_their_twin(
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs", "group_size"), [(4096, 4096, 128), (1000, 640, 32), (33, 24, 8)])
-def test_a_widened_weight_is_that_of_the_twin(
+def test_a_widened_weight_is_the_specified_one(
     num_outputs: int, num_inputs: int, group_size: int, has_zeros: bool
 ) -> None:
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)

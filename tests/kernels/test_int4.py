@@ -63,7 +63,7 @@ def test_bad_scales_and_rows_spoil_their_own_results() -> None:
 @loops_are_interpreted
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs", "group_size"), [(40, 256, 32), (3, 64, None), (33, 24, 8)])
-def test_a_widened_weight_is_that_of_the_twin(
+def test_a_widened_weight_is_the_specified_one(
     num_outputs: int, num_inputs: int, group_size: int | None, has_zeros: bool
 ) -> None:
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
@@ -117,7 +117,7 @@ def test_experts_in_4_bits_equal_their_specification(num_tokens: int, group_size
 
 
 @loops_are_interpreted
-def test_values_of_e2m1_equal_their_twin() -> None:
+def test_values_of_e2m1_equal_their_specification() -> None:
     weight = random_weight(48, 256, 32, False)._replace(is_e2m1=True)
     wide = kernels.widen(*weight[:3], torch.float16, is_e2m1=True)
     assert torch.equal(wide, dequantize(weight).half())
