@@ -1,4 +1,4 @@
-"""The mixture-of-experts kernels, compiled for the GPU, against their specifications in float32; in a CUDA graph, too."""
+"""The mixture-of-experts kernels, compiled for the GPU, against specifications in float32; in CUDA graphs, too."""
 
 from typing import NamedTuple
 

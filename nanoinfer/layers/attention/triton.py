@@ -106,9 +106,9 @@ class TritonBackend(AttentionBackend):
         prefix = None
         if plan.groups is not None and shared is not None:
             scores = spec.scale, spec.soft_cap
-            prefix = shared_prefix_attention(*tensors, *plan.groups, shared.num_group_rows, *scores)
+            prefix = shared_prefix_attention(*tensors, plan.groups, shared.num_group_rows, *scores)
         windowed = spec.window is not None
-        return paged_decode_attention(*tensors, *plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
+        return paged_decode_attention(*tensors, plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
 
     def _plan_prefill(self, metadata: PrefillMetadata, cache: KVCache) -> PrefillPlan:
         device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens

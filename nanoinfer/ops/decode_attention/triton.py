@@ -510,9 +510,7 @@ def paged_decode_attention(
     v_cache: Tensor,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
-    tiles: Tensor,
-    row_starts: Tensor,
-    tile_size: int,
+    plan: TileList,
     scale: float,
     windowed: bool = False,
     prefix: PrefixResult | None = None,
@@ -521,14 +519,13 @@ def paged_decode_attention(
 ) -> Tensor:
     """Compute what `decode_attention` in spec.py does, from a plan in the place of block tables, lengths and a window.
 
-    q: heads contiguous, head_dim at most 256. k_cache, v_cache: contiguous; block_size a multiple of 16. tiles,
-    row_starts, tile_size: from `plan_decode`. A row without tokens gives zeros.
+    q: heads contiguous, head_dim at most 256. k_cache, v_cache: contiguous; block_size a multiple of 16. plan: from
+    `plan_decode`. A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
     prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    group_size = q.shape[1] // k_cache.shape[1]
-    cache, plan = (k_cache, v_cache, k_scales, v_scales), TileList(tiles, row_starts, tile_size)
+    cache, group_size = (k_cache, v_cache, k_scales, v_scales), q.shape[1] // k_cache.shape[1]
     _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
     return out
 
@@ -539,9 +536,7 @@ def shared_prefix_attention(
     v_cache: Tensor,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
-    tiles: Tensor,
-    row_starts: Tensor,
-    tile_size: int,
+    plan: TileList,
     group_rows: Tensor,
     scale: float,
     soft_cap: float | None = None,
@@ -549,12 +544,12 @@ def shared_prefix_attention(
     """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
 
     A group is a run of rows. group_rows: (num_rows,) int32: at the first row of each group, how many rows it has, at
-    most `max_prefix_group_rows`; 0 at other rows. tiles, row_starts, tile_size: from a `plan_decode` in which the first
-    row of a group has the shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
+    most `max_prefix_group_rows`; 0 at other rows. plan: from a `plan_decode` in which the first row of a group has the
+    shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
-    cache, plan = (k_cache, v_cache, k_scales, v_scales), TileList(tiles, row_starts, tile_size)
+    cache = k_cache, v_cache, k_scales, v_scales
     _launch(q, cache, plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows, soft_cap=soft_cap)
     return PrefixResult(out, lse)
 
@@ -575,20 +570,20 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def _launch(
-    q: Tensor,
-    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    plan: TileList,
-    scale: float,
-    num_queries: int,
-    out: Tensor,
+    q,
+    cache,
+    plan,
+    scale,
+    num_queries,
+    out,
     *,
-    out_lse: Tensor | None = None,
-    group_rows: Tensor | None = None,
-    prefix: PrefixResult | None = None,
-    windowed: bool = False,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
-) -> None:
+    out_lse=None,
+    group_rows=None,
+    prefix=None,
+    windowed=False,
+    sinks=None,
+    soft_cap=None,
+):
     """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
     k_cache, v_cache, *scales = cache

@@ -32,10 +32,9 @@ from nanoinfer.ops.int4.hopper import (
     _numbers,
     _quarters,
 )
-from nanoinfer.ops.int4.triton import BLOCK, WORDS
-from nanoinfer.ops.routing.triton import TilePlan
+from nanoinfer.ops.int4.triton import BLOCK, TIMES_F16, WORDS
 
-TIMES_BF16, TIMES_F16 = gl.constexpr("mul.bf16x2 $0, $1, $2;"), gl.constexpr("mul.f16x2 $0, $1, $2;")
+TIMES_BF16 = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 
 
 class Cut(NamedTuple):
@@ -282,15 +281,7 @@ def _hopper_int4_experts_kernel(
         _store_products(acc, products, num_choices, num_lines)
 
 
-def grouped_product(
-    x: Tensor,
-    weight: ExpertWeights,
-    plan: TilePlan,
-    pair_weights: Tensor,
-    out: Tensor,
-    is_gated: bool,
-    clamps: tuple[float, float] | None = None,
-) -> None:
+def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
     """Do what `grouped_product` of `triton.py` does, by a weight in 4 bits that `serves` accepts."""
     num_experts, num_lines, num_words = weight.values.shape
     num_blocks, num_groups = num_words // WORDS.value, weight.num_groups
@@ -298,7 +289,7 @@ def grouped_product(
     lines = weight.values.view(num_experts * num_lines, num_words)
     _hopper_int4_experts_kernel[(triton.cdiv(num_lines, cut.lines), len(plan.tile_experts))](
         x,
-        TensorDescriptor(lines, list(lines.shape), list(lines.stride()), [cut.lines // 2, WORDS.value], WORDS_LAYOUT),
+        TensorDescriptor.from_tensor(lines, [cut.lines // 2, WORDS.value], WORDS_LAYOUT),
         weight.scales,
         weight.zeros,
         weight.bias,

@@ -15,7 +15,7 @@ registers, where its numbers are widened, and x comes from shared memory. Bulk c
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -419,13 +419,12 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
         x = x.clone(memory_format=torch.contiguous_format)
     num_blocks, num_groups = num_inputs // BLOCK.value, scales.shape[1] if scales.dim() == 2 else 1
     groups, group_blocks = max(1, num_groups // num_blocks), max(1, num_blocks // num_groups)
-    words_shape: Any = list(numbers.shape), list(numbers.stride())
     tile = next((tile for most, tile in TILES.items() if num_rows <= most), None)
     if tile is None:
         num_units = triton.cdiv(num_rows, MANY_ROWS) * triton.cdiv(num_outputs, MANY_COLUMNS) * num_splits
         _hopper_int4_many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [MANY_ROWS, BLOCK.value], X_LAYOUTS[1]),
-            TensorDescriptor(numbers, *words_shape, [MANY_COLUMNS // 2, WORDS.value], WORDS_LAYOUT),
+            TensorDescriptor.from_tensor(x, [MANY_ROWS, BLOCK.value], X_LAYOUTS[1]),
+            TensorDescriptor.from_tensor(numbers, [MANY_COLUMNS // 2, WORDS.value], WORDS_LAYOUT),
             scales,
             zeros,
             out,
@@ -449,8 +448,8 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
         return out
     parts = groups if tile.rows <= MAX_ROWS_WITH_SCALED_SUMS.value else 1
     _hopper_int4_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.columns), num_splits)](
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, BLOCK.value // parts], X_LAYOUTS[parts]),
-        TensorDescriptor(numbers, *words_shape, [tile.columns, WORDS.value], WORDS_LAYOUT),
+        TensorDescriptor.from_tensor(x, [tile.rows, BLOCK.value // parts], X_LAYOUTS[parts]),
+        TensorDescriptor.from_tensor(numbers, [tile.columns, WORDS.value], WORDS_LAYOUT),
         scales,
         zeros,
         out,

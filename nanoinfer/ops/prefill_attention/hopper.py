@@ -349,7 +349,7 @@ def hopper_prefill_attention(
     lines: list[Any] = [[k_cache.numel() // head_dim, head_dim], [head_dim, 1], [KEYS, head_dim], SWIZZLED]
     num_items = len(tiles) * num_kv_heads
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device), num_items),)](
-        TensorDescriptor(q, list(q.shape), list(q.stride()), half, SWIZZLED_HEADS),
+        TensorDescriptor.from_tensor(q, half, SWIZZLED_HEADS),
         TensorDescriptor(k_cache, *lines),
         TensorDescriptor(v_cache, *lines),
         out,
