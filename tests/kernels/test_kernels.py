@@ -576,10 +576,6 @@ def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
     return ids
 
 
-def test_sample_has_groups_as_large_as_its_specification() -> None:
-    assert GROUP_SIZE.value == gumbel_max.GROUP_SIZE
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [(1, torch.float32), (1001, torch.float16), (TILE, torch.float32), (2 * TILE + 6, torch.float16)],

@@ -190,7 +190,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
     assert gate_up.scales.dim() == 2 or inner_size % GROUP_SIZE == 0, f"the gate's {inner_size} rows end inside a block"
     num_pairs = expert_ids.numel()
     gated = down_format.empty_rows(expert_ids.view(-1), inner_size)
-    out = torch.empty(num_choices, num_tokens, hidden_size, dtype=dtype, device=x.device)
+    out = x.new_empty(num_choices, num_tokens, hidden_size, dtype=dtype)
     if num_pairs == 0:
         return out
     rows = min(MAX_ROWS, tile_rows(num_pairs, num_experts, dtype))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.ops.dispatch import op
 
-GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in the kernel
+GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
