@@ -410,7 +410,8 @@ def _hopper_int4_many_rows_kernel(
     )  # fmt: skip
 
 
-def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
+def int4_product(x, weight, num_splits):
+    numbers, scales, zeros = weight[:3]
     (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
@@ -436,7 +437,7 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
             num_units,
             GROUPS=groups,
             GROUP_BLOCKS=group_blocks,
-            E2M1=is_e2m1,
+            E2M1=weight.is_e2m1,
             ROWS=MANY_ROWS,
             COLUMNS=MANY_COLUMNS,
             STAGES=MANY_STAGES,
@@ -462,7 +463,7 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
         COLUMNS=tile.columns,
         GROUPS=groups,
         GROUP_BLOCKS=group_blocks,
-        E2M1=is_e2m1,
+        E2M1=weight.is_e2m1,
         BLOCKS=tile.blocks,
         PARTS=parts,
         STAGES=tile.stages,
