@@ -174,7 +174,6 @@ class Tiling(NamedTuple):
     """How the two grouped products are cut."""
 
     gate_up_stages: int
-    gate_up_warps: int
     down_columns: int
     down_stages: int
     down_warps: int
@@ -221,7 +220,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
         BLOCKS=gate_up.scales.dim() == 3,
         DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
         STAGES=tiling.gate_up_stages,
-        num_warps=tiling.gate_up_warps,
+        num_warps=8,
         **common,
     )
     _down_kernel[(-(-hidden_size // tiling.down_columns), num_slots)](
@@ -249,7 +248,7 @@ def choose_tiling(rows: int, num_tiles: int, hidden_size: int, device: torch.dev
     is_few = num_tiles * -(-hidden_size // 128) < num_multiprocessors(device)
     columns = 64 if is_few else 128
     if not has_large_shared_memory(device):
-        return Tiling(2, 8, columns, 3, 8)
+        return Tiling(2, columns, 3, 8)
     if rows <= 32:
-        return Tiling(4, 8, columns, 5, 4 if is_few else 8)
-    return Tiling(3, 8, columns, 4, 8)
+        return Tiling(4, columns, 5, 4 if is_few else 8)
+    return Tiling(3, columns, 4, 8)

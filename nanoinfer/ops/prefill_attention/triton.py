@@ -31,19 +31,18 @@ TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 
 
 class Shape(NamedTuple):
-    """How the kernel is compiled for a head size: keys of a tile, warps, pipeline stages, registers of a thread."""
+    """How the kernel is compiled for a head size: keys of a tile, pipeline stages, registers of a thread."""
 
     keys: int
-    num_warps: int
     num_stages: int
     max_registers: int | None  # so few that two programs share a multiprocessor: one multiplies as the other adds up
 
 
 # By head size, padded: where a program may have 200 KiB of shared memory (measured on an H200), and where it has less.
-SHAPES = {64: Shape(128, 8, 3, 128), 128: Shape(64, 8, 3, 128), 256: Shape(64, 8, 2, None)}
+SHAPES = {64: Shape(128, 3, 128), 128: Shape(64, 3, 128), 256: Shape(64, 2, None)}
 # For a cache in 8 bits, whose conversion takes registers. Chosen by what compiles without spilling them.
-SHAPES_IN_8_BITS = {64: Shape(64, 8, 3, 128), 128: Shape(64, 8, 3, None), 256: Shape(32, 8, 2, None)}
-SMALL_SHAPES = {64: Shape(128, 8, 3, None), 128: Shape(64, 8, 3, None), 256: Shape(16, 8, 2, None)}
+SHAPES_IN_8_BITS = {64: Shape(64, 3, 128), 128: Shape(64, 3, None), 256: Shape(32, 2, None)}
+SMALL_SHAPES = {64: Shape(128, 3, None), 128: Shape(64, 3, None), 256: Shape(16, 2, None)}
 
 
 @triton.jit
@@ -303,7 +302,7 @@ def paged_prefill_attention(
         CAUSAL=cu_lens is None,
         SOFT_CAP=soft_cap,
         STAGES=shape.num_stages,
-        num_warps=shape.num_warps,
+        num_warps=8,
         maxnreg=shape.max_registers,
     )
     return out
