@@ -35,7 +35,7 @@ VALUE_BLOCK = 64  # value dimensions of a program
 CHANNEL_BLOCK = 64  # of the convolution: channels of a program
 KEPT_CHANNELS = 1024  # channels of a program that keeps inputs
 HEAD_BLOCK = 16  # heads of a program that normalises outputs, of one token or several
-L2_EPS: tl.constexpr = tl.constexpr(spec.L2_EPS)
+L2_EPS = tl.constexpr(spec.L2_EPS)
 
 
 @triton.jit

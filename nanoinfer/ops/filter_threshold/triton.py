@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.math import INF
 
 GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))
-INF = tl.constexpr(float("inf"))
 # A row's limits, in the order of the specification.
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NUM_LIMITS = tl.constexpr(4)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.math import INF
 from nanoinfer.ops.gumbel_max import spec
 
 GROUP_SIZE = tl.constexpr(spec.GROUP_SIZE)  # ids
-INF = tl.constexpr(float("inf"))
 TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
 
 

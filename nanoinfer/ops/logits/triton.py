@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoinfer.ops.common.math import soft_capped
+from nanoinfer.ops.common.math import INF, soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 
-INF = tl.constexpr(float("inf"))
 CAP_TILE = 4096  # logits of a program of `cap_logits`
 GROUP_SIZE = tl.constexpr(8)  # ids of a byte of a mask
 TILE_GROUPS = 512  # groups for each program of `forbid_tokens`

@@ -30,8 +30,8 @@ def causal_attention(
     mask = None
     if query_len != context_len or window is not None or sinks is not None or soft_cap is not None:
         mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device).tril(context_len - query_len)
-    if mask is not None and window is not None:
-        mask = mask.triu(context_len - query_len - window + 1)
+        if window is not None:
+            mask = mask.triu(context_len - query_len - window + 1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
     if mask is not None and soft_cap is not None:
         grouped = q.unflatten(1, (k.shape[1], -1))  # (1, kv_heads, heads of each, tokens, head_dim)
