@@ -15,14 +15,13 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.engine.token_masks import RowMasks
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, SharedPrefixes
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.block_tables.spec import copy_tokens, read_rows
 from nanoinfer.ops.filter_threshold.spec import thresholds
 from nanoinfer.ops.gumbel_max.spec import best_candidates, sample, sample_and_append
-from nanoinfer.ops.kv_cache.spec import norm_rope_store
+from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store
 from nanoinfer.ops.logits.spec import cap_logits, forbid_tokens, logit_statistics
 from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
 from nanoinfer.sampling.mask_processors import MaskSender

@@ -18,7 +18,7 @@ from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
-from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
@@ -31,7 +31,7 @@ from nanoinfer.layers.linear import (
 )
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.decode_attention import spec as decode_attention
-from nanoinfer.ops.kv_cache.spec import store_keys_values
+from nanoinfer.ops.kv_cache.spec import LayerCache, store_keys_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -6,10 +6,9 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionBackend
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.ops.kv_cache.spec import norm_rope_store
+from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store
 
 
 class Attention(nn.Module):

@@ -32,6 +32,7 @@ from torch import Tensor
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
 from nanoinfer.ops.common.math import soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 MAX_TOKENS_IN_8_BITS = 128  # a tile of few queries in 8 bits has twice as many tokens, if it is not more than this
@@ -506,10 +507,7 @@ class PrefixResult(NamedTuple):
 
 def paged_decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
+    cache: LayerCache,
     plan: TileList,
     scale: float,
     windowed: bool = False,
@@ -519,23 +517,20 @@ def paged_decode_attention(
 ) -> Tensor:
     """Compute what `decode_attention` in spec.py does, from a plan in the place of block tables, lengths and a window.
 
-    q: heads contiguous, head_dim at most 256. k_cache, v_cache: contiguous; block_size a multiple of 16. plan: from
-    `plan_decode`. A row without tokens gives zeros.
+    q: heads contiguous, head_dim at most 256. cache: contiguous; block_size a multiple of 16. plan: from `plan_decode`.
+    A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
     prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    cache, group_size = (k_cache, v_cache, k_scales, v_scales), q.shape[1] // k_cache.shape[1]
+    group_size = q.shape[1] // cache.k.shape[1]
     _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
     return out
 
 
 def shared_prefix_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
+    cache: LayerCache,
     plan: TileList,
     group_rows: Tensor,
     scale: float,
@@ -549,7 +544,6 @@ def shared_prefix_attention(
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
-    cache = k_cache, v_cache, k_scales, v_scales
     _launch(q, cache, plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows, soft_cap=soft_cap)
     return PrefixResult(out, lse)
 
@@ -586,11 +580,11 @@ def _launch(
 ):
     """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
-    k_cache, v_cache, *scales = cache
     tiles, row_starts, tile_size = plan
-    _, num_kv_heads, block_size, _ = k_cache.shape
+    _, num_kv_heads, block_size, _ = cache.k.shape
     assert block_size % tile_size == 0, f"tiles of {tile_size} tokens do not lie within blocks of {block_size}"
-    if in_8_bits := scales[0] is not None:
+    v_cache = cache.v
+    if in_8_bits := cache.k_scales is not None:
         assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
         v_cache = v_cache.view(torch.int32)
     queries = max(QUERY_TILE, next_power_of_2(num_queries))
@@ -607,9 +601,10 @@ def _launch(
     lse = partials.new_empty(partials.shape[:-1])
     _paged_decode_kernel[(num_kv_heads, num_shares)](
         q,
-        k_cache,
+        cache.k,
         v_cache,
-        *scales,
+        cache.k_scales,
+        cache.v_scales,
         tiles,
         row_starts,
         group_rows,

@@ -6,6 +6,8 @@ nothing overflows, and since no rank has a part of a vector, the scales do not d
 float32: with a head_dim of 128 they take 4 bytes beside 128, and no vector is too small or too large for them.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,24 @@ from nanoinfer.ops.dispatch import op
 from nanoinfer.ops.norms.spec import rms_norm
 
 LARGEST = {FP8: FP8_MAX, torch.int8: 127.0}  # the largest value of each format of 8 bits
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim).
+
+    A cache in 8 bits also has their scales, each (num_blocks, num_kv_heads, block_size) float32, which they are to be
+    multiplied by.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @property
+    def in_8_bits(self) -> bool:
+        return self.k_scales is not None
 
 
 @op
