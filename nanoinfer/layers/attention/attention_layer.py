@@ -34,18 +34,9 @@ class Attention(nn.Module):
         sinks: (num_heads,), see `AttentionSpec`.
         """
         cos_sin_cache, slot_mapping = self.rotary_emb.cos_sin_cache, metadata.slot_mapping
+        interleaved = self.rotary_emb.is_interleaved
         q, k, v = norm_rope_store(
-            qkv,
-            norm_weights,
-            self.norm_eps,
-            positions,
-            cos_sin_cache,
-            cache.k,
-            cache.v,
-            slot_mapping,
-            cache.k_scales,
-            cache.v_scales,
-            self.rotary_emb.is_interleaved,
+            qkv, norm_weights, self.norm_eps, positions, cos_sin_cache, cache, slot_mapping, interleaved
         )
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata, sinks)
