@@ -23,11 +23,11 @@ def decode_attention(
 ) -> Tensor:
     """Attend from one token of each row to the row's cached tokens; the result has the shape of q.
 
-    q: (num_rows, num_heads, head_dim); num_heads a multiple of the KV heads. block_tables: (num_rows,
-    max_blocks) int32. context_lens: (num_rows,) int32, the tokens that each row attends to, its own included; the
-    result of a row without any is undefined. scale, window, sinks, soft_cap: see `causal_attention`. scratch: memory
-    for gathered keys and values, which this makes as large as it needs. Pass it again to the next call: new memory
-    costs a CPU as much as the rest.
+    q: (num_rows, num_heads, head_dim); num_heads a multiple of the KV heads. block_tables: (num_rows, max_blocks)
+    int32. context_lens: (num_rows,) int32, the tokens that each row attends to, its own included; the result of a row
+    without any is undefined. scale, window, sinks, soft_cap: see `causal_attention`. scratch: memory for gathered keys
+    and values, which this makes as large as it needs. Pass it again to the next call: new memory costs a CPU as much as
+    the rest.
     """
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = cache.k.shape

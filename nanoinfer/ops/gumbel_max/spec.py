@@ -2,7 +2,8 @@
 
 argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954). It is found
 hierarchically: first the group of ids, then the id in it (Maddison et al. 2014, "A* sampling"). A random number depends
-on its key and counters alone, so the order of draws and the batch do not matter.
+on its key, the request's seed, and its counters, the token's position and the group or the id. So the order of draws
+and the batch do not matter.
 """
 
 import torch

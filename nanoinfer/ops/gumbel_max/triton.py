@@ -1,13 +1,9 @@
-"""Draws one token for each row straight from the logits, and enters it in the tables.
+"""Draws one token for each row straight from the logits, by the method of the specification, and enters it.
 
-argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954), so nothing is
-normalised, sorted or copied. The largest noisy logit of a group of ids is itself the group's logsumexp plus Gumbel
-noise, whichever id it belongs to (Maddison et al. 2014, "A* sampling"). So the draw is hierarchical: first a group of
-neighbouring ids, with one noise value for each group, then an id in that group. That saves nearly all of the random
-numbers and logarithms, and the time that is left is close to that of reading the logits.
-
-The noise is Philox-4x32-10 (Salmon et al. 2011) of (the request's seed, the token's position, the group or the id), so
-a request's random stream does not depend on what else is in the batch.
+Nothing is normalised, sorted or copied. The largest noisy logit of a group of ids is itself the group's logsumexp plus
+Gumbel noise, whichever id it belongs to. So one noise value for each group decides which group wins, and only the ids
+of that group get noise of their own. That saves nearly all of the random numbers and logarithms, and the time that is
+left is close to that of reading the logits.
 """
 
 import torch
