@@ -13,8 +13,9 @@ from torch import Tensor
 
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
-from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes, cumulative_lens
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 NAN = float("nan")
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -336,7 +336,7 @@ def _in_4_bits(weight: Tensor) -> Tensor:
 
 
 def _error_of_8_bits(combination: Combination, folder: Path, sequences: list[Sequence], exact: list[Tensor]) -> float:
-    """What 8 bits cost the twins, which compute in float32 on a CPU."""
+    """What 8 bits cost, by the specifications, which compute in float32 on a CPU."""
     eight_bits = {name: combination.options[name] for name in ("quantization", "kv_cache_dtype")}
     room = {"max_model_len": 1 + max(len(sequence.prompt + sequence.completion) for sequence in sequences)}
     on_gpu = combination.device == "cuda" and method_selection.has_fp8_products(torch.device("cuda"))

@@ -1,8 +1,9 @@
 """What FP8 products and experts are held against on any device: float64, and how far from it a kernel may be.
 
-Hopper's tensor cores add up FP8 products with about 14 bits, so a kernel is not its twin to the last bit. Where experts
-round SwiGLU's results to e4m3, sums that differ by 0.1% round to another neighbour in some 5% of the cases. The results
-of kernel and twin then differ by more than 1%, and yet both are equally far from the unrounded result, about 2.5%.
+Hopper's tensor cores add up FP8 products with about 14 bits, so a kernel does not equal its specification to the last
+bit. Where experts round SwiGLU's results to e4m3, sums that differ by 0.1% round to another neighbour in some 5% of the
+cases. The results of kernel and specification then differ by more than 1%, and yet both are equally far from the
+unrounded result, about 2.5%.
 """
 
 import torch
@@ -49,14 +50,15 @@ def unrounded_expert_mlp(
     return terms
 
 
-def assert_experts_are_as_good_as_their_twin(actual: Tensor, twin: Tensor, unrounded: Tensor) -> None:
+def assert_experts_are_as_good_as_specified(actual: Tensor, specified: Tensor, unrounded: Tensor) -> None:
     """Together, pair by pair, and value by value. All: (num_choices, num_tokens, hidden_size).
 
-    With sums wrong by 0.14%, which is what 4,096 values lose, simulations of 20,000 pairs found errors of 1.00 to 1.01
-    times the twin's together, and at most 1.3 times it in a pair; no value differed from the twin's by 0.1 of its row.
+    specified: what the specification gives. With sums wrong by 0.14%, which is what 4,096 values lose, simulations of
+    20,000 pairs found errors of 1.00 to 1.01 times the specification's together, and at most 1.3 times it in a pair; no
+    value differed from the specified one by 0.1 of its row.
     """
-    error, twin_error = ((result.double() - unrounded).norm(dim=-1) for result in (actual, twin))
+    error, specified_error = ((result.double() - unrounded).norm(dim=-1) for result in (actual, specified))
     # What a handful of pairs lose also depends on chance.
-    assert error.norm() <= (1.05 if error.numel() > 64 else 1.25) * twin_error.norm()
-    assert (error <= 1.5 * twin_error).all()
-    assert_near(actual, twin, 0.3)
+    assert error.norm() <= (1.05 if error.numel() > 64 else 1.25) * specified_error.norm()
+    assert (error <= 1.5 * specified_error).all()
+    assert_near(actual, specified, 0.3)

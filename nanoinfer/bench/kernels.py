@@ -167,10 +167,10 @@ def shared_prefix() -> None:
         apart, together = (backend.plan(replace(plain, shared_prefixes=its), cache) for its in (None, prefixes))
         groups = together.plans[backend.spec].groups
         assert groups is not None, "full attention reads shared prefixes once"
-        first_pass = *groups, prefixes.num_group_rows, backend.spec.scale
+        first_pass = groups, prefixes.num_group_rows, backend.spec.scale
         ways = (
             [partial(backend.decode, q, layer, apart) for layer in layers],
-            [partial(shared_prefix_attention, q, layer.k, layer.v, None, None, *first_pass) for layer in layers],
+            [partial(shared_prefix_attention, q, layer, *first_pass) for layer in layers],
             [partial(backend.decode, q, layer, together) for layer in layers],
         )
         times = [f"{microseconds(calls):.1f}" for calls in ways]

@@ -1,4 +1,4 @@
-"""The FP8 kernels, compiled for the GPU, against their twins; FP8 layers in CUDA graphs, and engines with them."""
+"""The FP8 kernels, compiled for the GPU, against their specifications; FP8 layers in CUDA graphs; engines with them."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.method_selection import with_quantization
 from tests.fp8_cases import (
-    assert_experts_are_as_good_as_their_twin,
+    assert_experts_are_as_good_as_specified,
     assert_few_differ,
     assert_near,
     unrounded_expert_mlp,
@@ -82,7 +82,7 @@ def assert_equal_rows(actual: QuantizedRows, expected: QuantizedRows) -> None:
 @pytest.mark.parametrize("num_rows", [1, 7, 1000])
 @pytest.mark.parametrize("size", [96, 128, 1000, 1024, 4096, 5120, 12288])
 @pytest.mark.parametrize("name", ["token", "group", "static", "wide"])
-def test_rows_are_rounded_to_the_bits_of_their_twin(name: str, size: int, num_rows: int, dtype: torch.dtype) -> None:
+def test_rows_are_rounded_to_the_specified_bits(name: str, size: int, num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = randn(num_rows, size + 8, dtype=dtype)[:, :size]
     x[::3, 3] = 1000.0
@@ -133,7 +133,7 @@ def test_gated_activations_in_fp8_are_the_activations_rounded(
 @pytest.mark.parametrize("name", ["token", "group", "static"])
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-def test_a_product_equals_its_twin(
+def test_a_product_equals_its_specification(
     num_inputs: int, num_outputs: int, num_tokens: int, name: str, block_size: int | None
 ) -> None:
     torch.manual_seed(0)
@@ -234,7 +234,7 @@ def test_a_captured_graph_of_an_mlp_follows_its_inputs(num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("hidden", "inner", "experts", "choices"), [(2048, 768, 128, 8), (4096, 1792, 8, 2), (384, 256, 6, 3)]
 )
-def test_experts_equal_their_twin(
+def test_experts_equal_their_specification(
     hidden: int, inner: int, experts: int, choices: int, num_tokens: int, block_size: int | None
 ) -> None:
     torch.manual_seed(0)
@@ -248,9 +248,9 @@ def test_experts_equal_their_twin(
     unrounded = None
     for row_format in (RowFormat(group_size=128), RowFormat(scale=torch.tensor(0.02, device=CUDA))):
         arguments = (rows.values, rows.scales, gate_up, down, row_format, ids, weights, torch.bfloat16)
-        actual, twin = fp8_expert_mlp(*arguments), fp8_expert_mlp.__wrapped__(*arguments)
+        actual, specified = fp8_expert_mlp(*arguments), fp8_expert_mlp.__wrapped__(*arguments)
         unrounded = unrounded_expert_mlp(*arguments) if unrounded is None else unrounded
-        assert_experts_are_as_good_as_their_twin(actual, twin, unrounded)
+        assert_experts_are_as_good_as_specified(actual, specified, unrounded)
         assert (actual[:, ids[:, 0] == experts] == 0).all()
 
 

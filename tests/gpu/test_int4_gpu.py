@@ -42,12 +42,12 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
     is_hopper = has_hopper_kernels(torch.device("cuda", 0))
     for num_rows in (1, 2, 15, 16, 33, 64, *((65, 200, 300, MAX_HOPPER_ROWS) if is_hopper else ())):
         x = torch.randn(num_rows, num_inputs, device="cuda").to(dtype)
-        sums = int4_product(x, *weight[:3], num_parts)
+        sums = int4_product(x, weight, num_parts)
         expected = x.float() @ (wide if num_rows <= 64 else wide.to(dtype).float()).T
         eps = torch.finfo(dtype).eps
         error = (sums.float().sum(0) - expected).abs()
         assert (error <= 4 * eps * (expected.abs() + expected.square().mean().sqrt())).all()
-        assert torch.equal(sums, int4_product(x, *weight[:3], num_parts)), "equal steps give equal bits"
+        assert torch.equal(sums, int4_product(x, weight, num_parts)), "equal steps give equal bits"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -58,7 +58,7 @@ def test_values_of_e2m1_are_multiplied_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(widen(*weight[:3], dtype, is_e2m1=True), wide.to(dtype))
     for num_rows in (1, 20, 64, *((100, 300) if has_hopper_kernels(torch.device("cuda", 0)) else ())):
         x = torch.randn(num_rows, 640, device="cuda").to(dtype)
-        sums = int4_product(x, *weight[:3], 2, is_e2m1=True)
+        sums = int4_product(x, weight, 2)
         expected = x.float() @ (wide if num_rows <= 64 else wide.to(dtype).float()).T
         eps = torch.finfo(dtype).eps
         error = (sums.float().sum(0) - expected).abs()
@@ -69,7 +69,7 @@ def test_values_of_e2m1_are_multiplied_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("group_size", "has_zeros"), [(128, False), (64, False), (32, True), (None, True)])
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 384), (640, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_experts_in_4_bits_equal_their_twin(
+def test_experts_in_4_bits_equal_their_specification(
     dtype: torch.dtype, hidden_size: int, inner_size: int, group_size: int | None, has_zeros: bool, num_tokens: int
 ) -> None:
     num_experts = 32
@@ -90,7 +90,7 @@ def test_experts_in_4_bits_equal_their_twin(
 
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs", "group_size"), [(4096, 4096, 128), (1000, 640, 32), (33, 24, 8)])
-def test_a_widened_weight_is_that_of_the_twin(
+def test_a_widened_weight_is_the_specified_one(
     num_outputs: int, num_inputs: int, group_size: int, has_zeros: bool
 ) -> None:
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)

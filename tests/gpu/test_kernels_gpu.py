@@ -15,14 +15,13 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.engine.token_masks import RowMasks
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, SharedPrefixes
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.block_tables.spec import copy_tokens, read_rows
 from nanoinfer.ops.filter_threshold.spec import thresholds
 from nanoinfer.ops.gumbel_max.spec import best_candidates, sample, sample_and_append
-from nanoinfer.ops.kv_cache.spec import norm_rope_store
+from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store
 from nanoinfer.ops.logits.spec import cap_logits, forbid_tokens, logit_statistics
 from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
 from nanoinfer.sampling.mask_processors import MaskSender
@@ -218,8 +217,8 @@ def test_norm_rope_store_equals_its_specification_on_the_cpu(
     cache = LayerCache(expected_cache.k.clone(), expected_cache.v.clone())
     expected_cache = LayerCache(expected_cache.k.cpu(), expected_cache.v.cpu())
     on_cpu = qkv.cpu(), weights_on_cpu, 1e-6, positions.cpu(), table.cpu()
-    expected = norm_rope_store(*on_cpu, expected_cache.k, expected_cache.v, slots.cpu())
-    actual = norm_rope_store(qkv, weights, 1e-6, positions, table, cache.k, cache.v, slots)
+    expected = norm_rope_store(*on_cpu, expected_cache, slots.cpu())
+    actual = norm_rope_store(qkv, weights, 1e-6, positions, table, cache, slots)
     written, expected_written = (cache.k, cache.v), (expected_cache.k, expected_cache.v)
     for ours, specification in zip((*actual, *written), (*expected, *expected_written), strict=True):
         assert_nearly_equal(ours, specification)
@@ -249,8 +248,8 @@ def test_partial_sums_of_queries_keys_and_values_are_added_up_as_by_the_specific
     cache = random_cache(13, num_kv_heads, 16, head_dim, torch.bfloat16)
     on_cpu = LayerCache(cache.k.cpu(), cache.v.cpu())
     weights_on_cpu = weights[0].cpu(), weights[1].cpu()
-    expected = norm_rope_store(qkv.cpu(), weights_on_cpu, 1e-6, positions, table, on_cpu.k, on_cpu.v, slots)
-    inputs = qkv, weights, 1e-6, positions.cuda(), table.cuda(), cache.k, cache.v, slots.cuda()
+    expected = norm_rope_store(qkv.cpu(), weights_on_cpu, 1e-6, positions, table, on_cpu, slots)
+    inputs = qkv, weights, 1e-6, positions.cuda(), table.cuda(), cache, slots.cuda()
     actual = norm_rope_store(*inputs)
     for ours, specification in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
         assert_nearly_equal(ours, specification)
@@ -266,9 +265,9 @@ def test_neighbouring_dimensions_are_rotated_together_as_by_the_specification(
     table, positions = torch.cat([angles.cos(), angles.sin()], dim=1), torch.arange(200)
     cache = random_cache(13, 2, 16, head_dim, dtype)
     on_cpu = LayerCache(cache.k.cpu(), cache.v.cpu())
-    inputs = qkv.cpu(), None, 1e-6, positions, table, on_cpu.k, on_cpu.v, positions
+    inputs = qkv.cpu(), None, 1e-6, positions, table, on_cpu, positions
     expected = norm_rope_store(*inputs, interleaved=True)
-    inputs = qkv, None, 1e-6, positions.cuda(), table.cuda(), cache.k, cache.v, positions.cuda()
+    inputs = qkv, None, 1e-6, positions.cuda(), table.cuda(), cache, positions.cuda()
     actual = norm_rope_store(*inputs, interleaved=True)
     for ours, specification in zip((*actual, cache.k, cache.v), (*expected, on_cpu.k, on_cpu.v), strict=True):
         assert_nearly_equal(ours, specification)
@@ -279,7 +278,7 @@ def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
     cache = LayerCache(*(torch.zeros(num_blocks, 8, 256, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)))
     qkv, table = randn(1, 32 * 128, dtype=torch.bfloat16), torch.ones(1, 128, device="cuda")
     position, slot = torch.tensor([0], device="cuda"), torch.tensor([num_blocks * 256 - 1], device="cuda")
-    _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, cache.k, cache.v, slot)
+    _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, cache, slot)
     assert torch.equal(cache.k[-1, :, -1], k[0])
     assert torch.equal(cache.v[-1, :, -1], v[0])
     assert cache.k.count_nonzero() == k.count_nonzero()

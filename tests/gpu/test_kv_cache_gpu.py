@@ -16,7 +16,7 @@ from nanoinfer.device import import_error
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.backend_selection import FLASH_ATTN
 from nanoinfer.layers.attention.metadata import DecodeMetadata
-from nanoinfer.ops.kv_cache.spec import norm_rope_store, quantize_vectors
+from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store, quantize_vectors
 from tests.attention_cases import FP8, INT8, Layer, Step, random_step, shared_prefixes
 from tests.gpu.test_engine_gpu import assert_answers_right, assert_part_at_near_ties, num_equal, tokens
 
@@ -80,7 +80,8 @@ def test_keys_and_values_are_written_as_the_specification_rounds_them(
     k_cache, v_cache = (torch.zeros(shape, dtype=torch.int8, device="cuda").to(cache_dtype) for _ in "kv")
     k_scales, v_scales = (torch.full(shape[:-1], -7.0, device="cuda") for _ in "kv")
     qkv = heads.to(dtype).flatten(1)
-    _, k, v = norm_rope_store(qkv, weights, 1e-6, positions, table, k_cache, v_cache, slots, k_scales, v_scales)
+    layer = LayerCache(k_cache, v_cache, k_scales, v_scales)
+    _, k, v = norm_rope_store(qkv, weights, 1e-6, positions, table, layer, slots)
     kept = slots >= 0
     blocks, offsets = slots[kept] // 16, slots[kept] % 16
     for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
@@ -99,7 +100,8 @@ def test_slots_past_two_to_the_31_elements_are_reached(cache_dtype: torch.dtype)
     k_scales, v_scales = (torch.zeros(num_blocks, 8, 256, device="cuda") for _ in "kv")
     qkv, table = torch.randn(1, 32 * 128, device="cuda").bfloat16(), torch.ones(1, 128, device="cuda")
     position, slot = torch.tensor([0], device="cuda"), torch.tensor([num_blocks * 256 - 1], device="cuda")
-    _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, k_cache, v_cache, slot, k_scales, v_scales)
+    layer = LayerCache(k_cache, v_cache, k_scales, v_scales)
+    _, k, v = norm_rope_store(qkv, None, 1e-6, position, table, layer, slot)
     for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
         values, expected = quantize_vectors(x[0], cache_dtype)
         assert torch.equal(cache[-1, :, -1].float(), values.float())

@@ -1,4 +1,4 @@
-"""The mixture-of-experts kernels, compiled for the GPU, against their twins in float32; and inside a CUDA graph."""
+"""The mixture-of-experts kernels, compiled for the GPU, against specifications in float32; in CUDA graphs, too."""
 
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 7, 1000])
 @pytest.mark.parametrize(("num_experts", "num_choices"), [(128, 8), (8, 2), (60, 4), (5, 1), (1, 1), (512, 10)])
 @pytest.mark.parametrize("norm", [True, False])
-def test_route_equals_its_twin(
+def test_route_equals_its_specification(
     num_experts: int, num_choices: int, norm: bool, num_tokens: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_a_bias_of_the_router_is_added_to_its_logits(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("num_terms", "num_tokens", "size"), [(1, 1, 2048), (4, 256, 2048), (2, 33, 2880)])
-def test_the_gated_sum_of_a_shared_expert_equals_its_twin(
+def test_the_gated_sum_of_a_shared_expert_equals_its_specification(
     num_terms: int, num_tokens: int, size: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_the_gated_sum_of_a_shared_expert_equals_its_twin(
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 40, 128, 256, 600, 3000])
 @pytest.mark.parametrize("sizes", [QWEN3_30B, QWEN3_30B_OVER_4, MIXTRAL_OVER_8, ODD, ONE_CHOICE])
-def test_experts_in_bfloat16_equal_their_twin_in_float32(sizes: Sizes, num_tokens: int) -> None:
+def test_experts_in_bfloat16_equal_their_specification_in_float32(sizes: Sizes, num_tokens: int) -> None:
     torch.manual_seed(num_tokens)
     layer, x = build(sizes), randn(num_tokens, sizes.hidden, dtype=torch.bfloat16)
     mask = torch.rand(num_tokens, device=CUDA) < 0.9
@@ -152,7 +152,7 @@ def test_experts_in_bfloat16_equal_their_twin_in_float32(sizes: Sizes, num_token
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("num_tokens", [3, 300])
-def test_experts_in_other_types_equal_their_twin_in_float32(num_tokens: int, dtype: torch.dtype) -> None:
+def test_experts_in_other_types_equal_their_specification_in_float32(num_tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     layer, x = build(ODD, dtype), randn(num_tokens, ODD.hidden, dtype=dtype)

@@ -3,8 +3,8 @@
     python -m tests.kernels.compile_engine '{"capability": 90, "config": {...}, "options": {...}}'
 
 An engine on a CPU runs the step that is measured at load, and decode steps of all sizes of CUDA graphs. Wherever it
-would launch a kernel on a GPU, the kernel is compiled, and its twin computes the result. Prints a line of JSON for each
-kernel: its name, the shared memory of a program in bytes, and the seconds of its compilation.
+would launch a kernel on a GPU, the kernel is compiled, and its specification computes the result. Prints a line of JSON
+for each kernel: its name, the shared memory of a program in bytes, and the seconds of its compilation.
 """
 
 import functools

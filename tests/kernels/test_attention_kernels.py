@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata
+from nanoinfer.ops.kv_cache.spec import LayerCache
 from tests.attention_cases import (
     DECODE_CASES,
     FP8,
@@ -146,7 +146,7 @@ def decode(q: Tensor, cache: LayerCache, tables: list[list[int]], lens: list[int
     """Decode with the scale 0.125."""
     block_tables, context_lens = (torch.tensor(x, dtype=torch.int32) for x in (tables, lens))
     plan = plan_decode(context_lens, block_tables, *cache.k.shape[2:])
-    return paged_decode_attention(q, cache.k, cache.v, None, None, *plan, scale=0.125)
+    return paged_decode_attention(q, cache, plan, scale=0.125)
 
 
 def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:

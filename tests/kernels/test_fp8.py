@@ -1,4 +1,4 @@
-"""The FP8 kernels in Triton's interpreter, on the CPU, against their twins. On a GPU: tests/gpu/test_fp8_gpu.py."""
+"""The FP8 kernels in Triton's interpreter against their specifications. Compiled: tests/gpu/test_fp8_gpu.py."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from nanoinfer.ops.activations import triton as gated_activation  # noqa: E402
 from nanoinfer.ops.experts import triton as expert_kernels  # noqa: E402
 from nanoinfer.ops.fp8 import triton as fp8_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
-from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp  # noqa: E402
+from tests.fp8_cases import assert_experts_are_as_good_as_specified, unrounded_expert_mlp  # noqa: E402
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted  # noqa: E402
 
 pytestmark = [
@@ -68,7 +68,7 @@ def odd_rows(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [1, 100, 128, 200, 1024, 1500])
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_rounded_as_their_twin_does(name: str, size: int, dtype: torch.dtype) -> None:
+def test_rows_are_rounded_as_specified(name: str, size: int, dtype: torch.dtype) -> None:
     x = odd_rows(size + 8, dtype)[:, :size]  # rows out of wider ones
     assert_equal_rows(fp8_kernels.quantize_rows(x, FORMATS[name]), fp8.quantize_rows(x, FORMATS[name]))
 
@@ -87,19 +87,19 @@ def test_a_norm_in_fp8_is_the_norm_rounded(name: str, size: int, num_splits: int
     wide, expected_total = norm_kernels.add_rms_norm(*arguments, others)
     torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
     assert_equal_rows(out, fp8.quantize_rows(wide, FORMATS[name]))
-    twin, _ = norms.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
-    torch.testing.assert_close(dequantize_rows(out), dequantize_rows(twin), rtol=0.13, atol=1e-2, equal_nan=True)
+    specified, _ = norms.add_rms_norm_to_fp8(*arguments, FORMATS[name], others)
+    torch.testing.assert_close(dequantize_rows(out), dequantize_rows(specified), rtol=0.13, atol=1e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [40, 128, 300, 1100])
 @pytest.mark.parametrize("name", ["group", "static"])
 @pytest.mark.parametrize("function", ["silu_and_mul", "gelu_tanh_and_mul"])
-def test_gated_activations_in_fp8_are_rounded_as_their_twins_are(function: str, name: str, size: int) -> None:
+def test_gated_activations_in_fp8_are_rounded_as_specified(function: str, name: str, size: int) -> None:
     gate_up = 3 * randn(5, 2 * size)
     gate_up[2] = 0.0
-    kernel, twin = getattr(gated_activation, function), getattr(activations, function)
+    kernel, specified = getattr(gated_activation, function), getattr(activations, function)
     assert_equal_rows(kernel(gate_up, FORMATS[name]), fp8.quantize_rows(kernel(gate_up), FORMATS[name]))
-    actual, expected = kernel(gate_up, FORMATS[name]), twin(gate_up, FORMATS[name])
+    actual, expected = kernel(gate_up, FORMATS[name]), specified(gate_up, FORMATS[name])
     torch.testing.assert_close(dequantize_rows(actual), dequantize_rows(expected), rtol=0.13, atol=1e-3)
 
 
@@ -137,7 +137,7 @@ def rounded_product(
 @pytest.mark.parametrize(
     ("num_tokens", "depth", "num_outputs"), [(1, 128, 64), (5, 200, 100), (20, 384, 130), (70, 256, 16), (300, 144, 72)]
 )
-def test_a_product_equals_its_twin(
+def test_a_product_equals_its_specification(
     num_tokens: int, depth: int, num_outputs: int, name: str, block_size: int | None
 ) -> None:
     operands = rounded_product(num_tokens, depth, num_outputs, FORMATS[name], block_size)
@@ -163,7 +163,7 @@ def test_partial_sums_add_up_to_the_product(name: str, block_size: int | None) -
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("num_tokens", [3, 150])
 @pytest.mark.parametrize("group_size", [256, 384])
-def test_a_product_of_rows_with_scales_of_shares_equals_its_twin(
+def test_a_product_of_rows_with_scales_of_shares_equals_its_specification(
     group_size: int, num_tokens: int, num_splits: int
 ) -> None:
     operands = rounded_product(num_tokens, 4 * group_size, 140, RowFormat(group_size=group_size), None)
@@ -210,7 +210,7 @@ def test_bands_of_tiles_cover_many_tokens(monkeypatch: pytest.MonkeyPatch) -> No
         (150, 2, 1, 128, 128, None),
     ],
 )
-def test_experts_equal_their_twin(
+def test_experts_equal_their_specification(
     num_tokens: int,
     num_experts: int,
     num_choices: int,
@@ -232,7 +232,7 @@ def test_experts_equal_their_twin(
     # Where gate and up differ in their last bits, SwiGLU may be rounded to a neighbour in e4m3.
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
     assert (actual - expected).abs().mean() < 1e-4
-    assert_experts_are_as_good_as_their_twin(actual, expected, unrounded_expert_mlp(*arguments))
+    assert_experts_are_as_good_as_specified(actual, expected, unrounded_expert_mlp(*arguments))
     assert (actual[:, ids[:, 0] == num_experts] == 0).all()
 
 

@@ -42,11 +42,11 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
 ) -> None:
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
     x = torch.randn(num_rows, num_inputs + 8, generator=torch.Generator().manual_seed(0)).half()[:, :num_inputs]
-    sums = kernels.int4_product(x, *weight[:3], num_parts)
+    sums = kernels.int4_product(x, weight, num_parts)
     assert sums.shape == (num_parts, num_rows, num_outputs)
     expected = x.float() @ dequantize(weight).T
     torch.testing.assert_close(sums.float().sum(0), expected, rtol=2e-3, atol=1e-2)
-    parts = spec.int4_product.__wrapped__(x, *weight[:3], num_parts)  # type: ignore[attr-defined]
+    parts = spec.int4_product.__wrapped__(x, weight, num_parts)  # type: ignore[attr-defined]
     torch.testing.assert_close(sums, parts, rtol=1e-2, atol=3e-2)
 
 
@@ -54,7 +54,7 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
 def test_bad_scales_and_rows_spoil_their_own_results() -> None:
     weight, x = random_weight(64, 256, 128, True), torch.ones(3, 256).half()
     weight.scales[5, 1], x[1, 3] = torch.nan, torch.inf
-    out = kernels.int4_product(x, *weight[:3], 1)[0]
+    out = kernels.int4_product(x, weight, 1)[0]
     assert out[:, 5].isnan().all()
     assert not out[1].isfinite().any()
     assert out[[0, 2]][:, torch.arange(64) != 5].isfinite().all()
@@ -63,7 +63,7 @@ def test_bad_scales_and_rows_spoil_their_own_results() -> None:
 @loops_are_interpreted
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs", "group_size"), [(40, 256, 32), (3, 64, None), (33, 24, 8)])
-def test_a_widened_weight_is_that_of_the_twin(
+def test_a_widened_weight_is_the_specified_one(
     num_outputs: int, num_inputs: int, group_size: int | None, has_zeros: bool
 ) -> None:
     weight = random_weight(num_outputs, num_inputs, group_size, has_zeros)
@@ -117,10 +117,10 @@ def test_experts_in_4_bits_equal_their_specification(num_tokens: int, group_size
 
 
 @loops_are_interpreted
-def test_values_of_e2m1_equal_their_twin() -> None:
+def test_values_of_e2m1_equal_their_specification() -> None:
     weight = random_weight(48, 256, 32, False)._replace(is_e2m1=True)
     wide = kernels.widen(*weight[:3], torch.float16, is_e2m1=True)
     assert torch.equal(wide, dequantize(weight).half())
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).half()
-    sums = kernels.int4_product(x, *weight[:3], 2, is_e2m1=True)
+    sums = kernels.int4_product(x, weight, 2)
     torch.testing.assert_close(sums.float().sum(0), x.float() @ dequantize(weight).T, rtol=2e-3, atol=1e-2)

@@ -22,6 +22,7 @@ from nanoinfer.ops.filter_threshold import spec as filter_threshold
 from nanoinfer.ops.gumbel_max import spec as gumbel_max
 from nanoinfer.ops.gumbel_max.spec import sample
 from nanoinfer.ops.kv_cache import spec as kv_cache
+from nanoinfer.ops.kv_cache.spec import LayerCache
 from nanoinfer.ops.logits import spec as logit_ops
 from nanoinfer.ops.norms import spec as norms
 
@@ -429,7 +430,7 @@ class HeadsStep:
         shape = (48 // self.block_size, self.num_kv_heads, self.block_size, self.head_dim)
         k_cache, v_cache = (torch.full(shape, -7.0, dtype=self.dtype) for _ in "kv")
         slots = torch.tensor(self.slots, dtype=torch.int64)
-        inputs = qkv, weights, 1e-5, positions, table, k_cache, v_cache, slots
+        inputs = qkv, weights, 1e-5, positions, table, LayerCache(k_cache, v_cache), slots
         q, k, v = norm_rope_store(*inputs, interleaved=self.interleaved)
         assert q.shape == (num_tokens, self.num_heads, self.head_dim)
         assert k.shape == v.shape == (num_tokens, self.num_kv_heads, self.head_dim)
@@ -533,7 +534,8 @@ def test_a_slot_past_two_to_the_31_elements_is_reached() -> None:
     k_cache, v_cache = (torch.empty(num_blocks, 2, 16, 64, dtype=torch.float16) for _ in "kv")
     qkv, table = randn(1, 6 * 64, dtype=torch.float16), torch.tensor([[1.0] * 32 + [0.0] * 32])
     zero, last_slot = torch.tensor([0]), torch.tensor([num_blocks * 16 - 1])
-    _, k, v = kv_cache_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, k_cache, v_cache, last_slot)
+    cache = LayerCache(k_cache, v_cache)
+    _, k, v = kv_cache_kernels.norm_rope_store(qkv, None, 1e-5, zero, table, cache, last_slot)
     assert torch.equal(k_cache[-1, :, -1], k[0])
     assert torch.equal(v_cache[-1, :, -1], v[0])
 
@@ -547,7 +549,7 @@ def test_norm_rope_store_refuses_what_it_would_misread() -> None:
         (qkv, cache, strided, "values of the cache must be contiguous"),
     ):
         with pytest.raises(AssertionError, match=message):
-            kv_cache_kernels.norm_rope_store(given, None, 1e-5, zero, table, k_cache, v_cache, zero)
+            kv_cache_kernels.norm_rope_store(given, None, 1e-5, zero, table, LayerCache(k_cache, v_cache), zero)
 
 
 # --- sample ---
@@ -574,10 +576,6 @@ def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
     assert torch.equal(token_ids[torch.arange(num_rows), positions.long()], ids.clamp(min=0))
     assert (token_ids != 7).sum() <= num_rows
     return ids
-
-
-def test_sample_has_groups_as_large_as_its_specification() -> None:
-    assert GROUP_SIZE.value == gumbel_max.GROUP_SIZE
 
 
 @pytest.mark.parametrize(

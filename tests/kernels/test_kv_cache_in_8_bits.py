@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.backend import TorchBackend
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
 from nanoinfer.ops.kv_cache import spec
-from nanoinfer.ops.kv_cache.spec import quantize_vectors
+from nanoinfer.ops.kv_cache.spec import LayerCache, quantize_vectors
 from tests.attention_cases import FP8, INT8, Case, Layer, assert_close, random_step
 
 pytest.importorskip("triton")

@@ -46,9 +46,9 @@ class Write:
         cache = [torch.full(sizes, -7.0).to(self.cache_dtype or self.dtype) for _ in "kv"]
         scales = [torch.full(sizes[:-1], -7.0) for _ in "kv"] if self.cache_dtype else []
         slots = torch.tensor(self.slots, dtype=torch.int64)
-        given = [x.to(self.device) for x in (k, v, *cache, slots, *scales)]
-        store(*given)
-        return [x.cpu() for x in (*given[2:4], *given[5:])]
+        k, v, slots, *written = (x.to(self.device) for x in (k, v, slots, *cache, *scales))
+        store(k, v, spec.LayerCache(*written), slots)
+        return [x.cpu() for x in written]
 
     def assert_kernel_equals_specification(
         self, kernel: Any = kernels.store_keys_values, bad: float | None = None

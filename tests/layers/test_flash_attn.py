@@ -11,8 +11,8 @@ import torch
 
 from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 NAME = "nanoinfer.layers.attention.flash_attn"
 CACHE = LayerCache(*torch.zeros(2, 3, 2, 256, 64))  # (num_blocks, num_kv_heads, block_size, head_dim) each

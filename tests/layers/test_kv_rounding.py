@@ -10,7 +10,7 @@ from nanoinfer.layers.attention.kv_cache import (
     select_kv_cache_dtype,
     tensors_of_cache,
 )
-from nanoinfer.ops.kv_cache.spec import LARGEST, quantize_vectors, store_keys_values
+from nanoinfer.ops.kv_cache.spec import LARGEST, LayerCache, quantize_vectors, store_keys_values
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 FORMATS = pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
@@ -99,7 +99,7 @@ def test_tokens_without_a_slot_are_not_written(dtype: torch.dtype) -> None:
     k, v = randn(3, 2, 8), -2 * randn(3, 2, 8)
     k_cache, v_cache = torch.zeros(2, 2, 4, 8, dtype=dtype), torch.zeros(2, 2, 4, 8, dtype=dtype)
     k_scales, v_scales = torch.zeros(2, 2, 4), torch.zeros(2, 2, 4)
-    store_keys_values(k, v, k_cache, v_cache, torch.tensor([5, -1, 2]), k_scales, v_scales)
+    store_keys_values(k, v, LayerCache(k_cache, v_cache, k_scales, v_scales), torch.tensor([5, -1, 2]))
     for token, (block, offset) in {0: (1, 1), 2: (0, 2)}.items():
         for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
             values, own_scales = quantize_vectors(x[token], dtype)

@@ -18,7 +18,7 @@ from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
-from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
@@ -31,7 +31,7 @@ from nanoinfer.layers.linear import (
 )
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.decode_attention import spec as decode_attention
-from nanoinfer.ops.kv_cache.spec import store_keys_values
+from nanoinfer.ops.kv_cache.spec import LayerCache, store_keys_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -288,7 +288,7 @@ class PagedSequences:
     def store_all_but(self, lens: list[int]) -> None:
         """Store what earlier steps computed: all keys and values but those of so many last tokens."""
         for k, v, slots, length in zip(self.k, self.v, self.slots, lens, strict=True):
-            store_keys_values(k[:-length], v[:-length], self.cache.k, self.cache.v, slots[:-length])
+            store_keys_values(k[:-length], v[:-length], self.cache, slots[:-length])
 
     def newest(self, lens: list[int]) -> tuple[Tensor, Tensor]:
         k, v = (torch.cat([x[-n:] for x, n in zip(side, lens, strict=True)]) for side in (self.k, self.v))
@@ -348,7 +348,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: Prefill
 def test_store_puts_each_head_of_a_token_into_its_slot_and_skips_slot_minus_one() -> None:
     cache = LayerCache(torch.zeros(2, 2, 3, 1), torch.zeros(2, 2, 3, 1))  # 2 blocks of 2 heads, 3 tokens, 1 dimension
     k = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]]).unsqueeze(2)  # (token, head, dimension)
-    store_keys_values(k, -k, cache.k, cache.v, torch.tensor([4, -1, 0, 2]))
+    store_keys_values(k, -k, cache, torch.tensor([4, -1, 0, 2]))
     assert cache.k.squeeze(3).tolist() == [[[3, 0, 4], [30, 0, 40]], [[0, 1, 0], [0, 10, 0]]]
     assert torch.equal(cache.v, -cache.k)
 

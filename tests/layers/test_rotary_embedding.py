@@ -14,7 +14,7 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.rotary_embedding import ROPE_TYPES, RotaryEmbedding, rope_frequencies
 from nanoinfer.models.native_config import read_native_config
-from nanoinfer.ops.kv_cache.spec import norm_rope_store, rotate
+from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store, rotate
 
 SIZES: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -129,7 +129,7 @@ def test_queries_and_keys_are_normalised_then_rotated_and_stored() -> None:
     k_cache, v_cache = torch.zeros(2, 2, 16, 64), torch.zeros(2, 2, 16, 64)
     weights = (norms[0].weight.data, norms[1].weight.data)
     table = RotaryEmbedding(ours, max_positions=31).cos_sin_cache
-    q, k, v = norm_rope_store(qkv, weights, 1e-6, positions, table, k_cache, v_cache, slots)
+    q, k, v = norm_rope_store(qkv, weights, 1e-6, positions, table, LayerCache(k_cache, v_cache), slots)
     torch.testing.assert_close(q, expected_q, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(k, expected_k, rtol=1e-5, atol=1e-5)
     assert torch.equal(v, expected_v)

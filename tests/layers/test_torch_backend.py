@@ -11,9 +11,10 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.chunked import ChunkedBackend
-from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
 from nanoinfer.ops.decode_attention import spec as decode_attention
+from nanoinfer.ops.kv_cache.spec import LayerCache
 from nanoinfer.ops.prefill_attention import spec as prefill_attention
 from tests.attention_cases import DECODE_CASES, FP8, INT8, PREFILL_CASES, Case, Layer, Step, assert_close, random_step
 

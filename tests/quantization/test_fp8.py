@@ -29,7 +29,7 @@ from nanoinfer.ops.fp8.spec import (
 from nanoinfer.quantization import method_selection
 from nanoinfer.quantization.fp8_linear import Fp8Config, Fp8LinearMethod, Fp8WeightOnlyMethod
 from nanoinfer.quantization.method_selection import with_quantization
-from tests.fp8_cases import assert_experts_are_as_good_as_their_twin, unrounded_expert_mlp
+from tests.fp8_cases import assert_experts_are_as_good_as_specified, unrounded_expert_mlp
 
 NAN, INFINITY = float("nan"), float("inf")
 WHOLE, RANKS = TensorParallel(), [TensorParallel(rank, size=2) for rank in range(2)]
@@ -43,7 +43,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def fp8_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the twins of the FP8 products run on the CPU."""
+    """Let the specifications of the FP8 products run on the CPU."""
     monkeypatch.setattr(method_selection, "has_fp8_products", lambda device: True)
 
 
@@ -321,7 +321,7 @@ def test_experts_in_fp8_are_near_those_with_widened_weights(monkeypatch: pytest.
 
 @pytest.mark.parametrize("fault", ["scales", "expert", "value"])
 def test_what_is_asked_of_experts_finds_a_fault_in_one_pair(fault: str) -> None:
-    """The twin passes. It fails with scales that are 5% off, another expert's weight, or one value that is wrong."""
+    """The specification passes. Scales that are 5% off, another expert's weight or one wrong value fail."""
     rows = quantize_rows(randn(12, 384), RowFormat())
     gate_up, gate_up_scales = quantize_weight(randn(4, 512, 384, seed=1) / 384**0.5)
     down, down_scales = quantize_weight(randn(4, 384, 256, seed=2) / 16)
@@ -329,16 +329,16 @@ def test_what_is_asked_of_experts_finds_a_fault_in_one_pair(fault: str) -> None:
     ids[5, 1] = 3  # the only pair of this expert
     both = ExpertWeights(gate_up, gate_up_scales), ExpertWeights(down, down_scales)
     arguments = rows.values, rows.scales, *both, RowFormat(group_size=128)
-    twin = fp8_expert_mlp(*arguments, ids, weights, torch.bfloat16)
+    specified = fp8_expert_mlp(*arguments, ids, weights, torch.bfloat16)
     unrounded = unrounded_expert_mlp(*arguments, ids, weights, torch.bfloat16)
-    assert_experts_are_as_good_as_their_twin(twin, twin, unrounded)
+    assert_experts_are_as_good_as_specified(specified, specified, unrounded)
     if fault == "scales":
         down_scales[3] *= 1.05
     elif fault == "expert":
         down[3] = down[2]
     wrong = fp8_expert_mlp(*arguments, ids, weights, torch.bfloat16)
     if fault == "value":
-        wrong[1, 5, twin[1, 5].abs().argmax()] = 0.0
-    assert (wrong != twin).any(-1).sum() == 1
+        wrong[1, 5, specified[1, 5].abs().argmax()] = 0.0
+    assert (wrong != specified).any(-1).sum() == 1
     with pytest.raises(AssertionError):
-        assert_experts_are_as_good_as_their_twin(wrong, twin, unrounded)
+        assert_experts_are_as_good_as_specified(wrong, specified, unrounded)

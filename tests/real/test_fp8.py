@@ -1,7 +1,7 @@
 """What FP8 weights cost a real model, SmolLM2-135M-Instruct, on the CPU: perplexity and KL divergence.
 
-The products are the twins of the FP8 kernels (W8A8), or those of widened weights. 20,000 tokens, and the figures of
-docs/quantization.md: pytest tests/real/test_fp8.py -m slow -s
+The products are those of the FP8 kernels' specifications (W8A8), or of widened weights. 20,000 tokens, and the figures
+of docs/quantization.md: pytest tests/real/test_fp8.py -m slow -s
 """
 
 import math

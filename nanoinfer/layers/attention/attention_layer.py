@@ -3,10 +3,9 @@
 from torch import Tensor, nn
 
 from nanoinfer.layers.attention.backend import AttentionBackend
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.ops.kv_cache.spec import norm_rope_store
+from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store
 
 
 class Attention(nn.Module):
@@ -32,18 +31,9 @@ class Attention(nn.Module):
         sinks: (num_heads,), see `AttentionSpec`.
         """
         cos_sin_cache, slot_mapping = self.rotary_emb.cos_sin_cache, metadata.slot_mapping
+        interleaved = self.rotary_emb.is_interleaved
         q, k, v = norm_rope_store(
-            qkv,
-            norm_weights,
-            self.norm_eps,
-            positions,
-            cos_sin_cache,
-            cache.k,
-            cache.v,
-            slot_mapping,
-            cache.k_scales,
-            cache.v_scales,
-            self.rotary_emb.is_interleaved,
+            qkv, norm_weights, self.norm_eps, positions, cos_sin_cache, cache, slot_mapping, interleaved
         )
         if isinstance(metadata, PrefillMetadata):
             return self.backend.prefill(q, k, v, cache, metadata, sinks)

@@ -6,9 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.spec import decode_attention
+from nanoinfer.ops.kv_cache.spec import LayerCache
 from nanoinfer.ops.prefill_attention.spec import causal_attention, full_attention, gather_context
 
 
@@ -86,14 +87,13 @@ class TorchBackend(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
     ) -> Tensor:
         spec, out = self.spec, torch.empty_like(q)
-        tensors = cache.k, cache.v, cache.k_scales, cache.v_scales
         start = 0
         for index, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
             chunk = slice(start, start + query_len)
             context_k, context_v = k[chunk], v[chunk]
             if query_len != context_len or cache.in_8_bits:
                 table = metadata.block_tables[index]
-                context_k, context_v = gather_context(*tensors, table, context_len, q.dtype)
+                context_k, context_v = gather_context(cache, table, context_len, q.dtype)
             if spec.causal:
                 options = spec.scale, spec.window, sinks, spec.soft_cap
                 out[chunk] = causal_attention(q[chunk], context_k, context_v, *options)
@@ -104,6 +104,5 @@ class TorchBackend(AttentionBackend):
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         spec = self.spec
-        tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         options = spec.scale, spec.window, sinks, spec.soft_cap
-        return decode_attention(*tensors, metadata.block_tables, metadata.context_lens, *options, self._scratch)
+        return decode_attention(q, cache, metadata.block_tables, metadata.context_lens, *options, self._scratch)

@@ -13,8 +13,9 @@ from torch import Tensor
 from nanoinfer.device import numbers_to_device
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata, cumulative_lens
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 
 class ChunkedBackend(AttentionBackend):

@@ -12,8 +12,8 @@ import flash_attn_2_cuda
 from torch import Tensor
 
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.kv_cache import LayerCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 
 def _function(name: str, num_arguments: int) -> Callable[..., Any]:

@@ -10,25 +10,7 @@ from nanoinfer.device import compute_capability
 from nanoinfer.errors import ConfigError
 from nanoinfer.ops.block_tables.spec import copy_tokens
 from nanoinfer.ops.common.fp8_format import FP8
-from nanoinfer.ops.kv_cache.spec import LARGEST
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim).
-
-    A cache in 8 bits also has their scales, each (num_blocks, num_kv_heads, block_size) float32, which they are to be
-    multiplied by: see `ops/kv_cache/spec.py`.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scales: Tensor | None = None
-    v_scales: Tensor | None = None
-
-    @property
-    def in_8_bits(self) -> bool:
-        return self.k_scales is not None
+from nanoinfer.ops.kv_cache.spec import LARGEST, LayerCache
 
 
 @dataclass(frozen=True, slots=True)

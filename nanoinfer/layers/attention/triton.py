@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.kv_cache import KVCache, LayerCache
+from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.triton import (
     TileList,
@@ -17,7 +17,7 @@ from nanoinfer.ops.decode_attention.triton import (
     plan_decode,
     shared_prefix_attention,
 )
-from nanoinfer.ops.kv_cache.spec import widen_blocks
+from nanoinfer.ops.kv_cache.spec import LayerCache, widen_blocks
 from nanoinfer.ops.prefill_attention.triton import paged_prefill_attention, plan_prefill
 
 LONG_CONTEXT = 512  # tokens that a tile of queries attends to, on average, from which on Hopper's own kernel is faster
@@ -94,21 +94,19 @@ class TritonBackend(AttentionBackend):
                 cache, tables = widened_cache(cache, plan.blocks, q.dtype), plan.blocks.block_tables
             lens = metadata.cu_context_lens
             return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, spec.scale)
-        tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         cu_lens = None if spec.causal else metadata.cu_context_lens
         options = spec.scale, spec.window, sinks, cu_lens, spec.soft_cap
-        return paged_prefill_attention(*tensors, plan.tiles, tables, *options)
+        return paged_prefill_attention(q, cache, plan.tiles, tables, *options)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         plan: DecodePlan = metadata.plans[self.spec]
         shared, spec = metadata.shared_prefixes, self.spec
-        tensors = q, cache.k, cache.v, cache.k_scales, cache.v_scales
         prefix = None
         if plan.groups is not None and shared is not None:
             scores = spec.scale, spec.soft_cap
-            prefix = shared_prefix_attention(*tensors, *plan.groups, shared.num_group_rows, *scores)
+            prefix = shared_prefix_attention(q, cache, plan.groups, shared.num_group_rows, *scores)
         windowed = spec.window is not None
-        return paged_decode_attention(*tensors, *plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
+        return paged_decode_attention(q, cache, plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
 
     def _plan_prefill(self, metadata: PrefillMetadata, cache: KVCache) -> PrefillPlan:
         device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens

@@ -39,7 +39,7 @@ class CachedAttention:
             k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
         cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
-        store_keys_values(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scales, cache.v_scales)
+        store_keys_values(k, v, cache, metadata.slot_mapping)
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
         if isinstance(metadata, PrefillMetadata):
             heads = self._backend.prefill(q, k, v, cache, metadata, sinks)

@@ -1,5 +1,8 @@
 """The gated activations of the MLP (GLU variants, Shazeer 2020), and the gate of a shared expert."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,25 +19,24 @@ def silu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activa
     gate_up: (num_tokens, 2 * size), gate before up; rows are contiguous. out_format: how the result is rounded to 8
     bits, in groups or by a static scale; None: it is not.
     """
-    gate, up = gate_up.chunk(2, dim=-1)
-    return _in_format(F.silu(gate) * up, out_format)
+    return _gated(gate_up, F.silu, out_format)
 
 
 @op
 def gelu_tanh_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
     """Return gelu(gate) * up, GeGLU, by the tanh approximation of GELU. The rest is as for silu_and_mul."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return _in_format(F.gelu(gate, approximate="tanh") * up, out_format)
+    return _gated(gate_up, partial(F.gelu, approximate="tanh"), out_format)
 
 
 @op
 def gelu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
     """Return gelu(gate) * up, GeGLU, by the error function. The rest is as for silu_and_mul."""
+    return _gated(gate_up, F.gelu, out_format)
+
+
+def _gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor], out_format: RowFormat | None) -> Activations:
     gate, up = gate_up.chunk(2, dim=-1)
-    return _in_format(F.gelu(gate) * up, out_format)
-
-
-def _in_format(gated: Tensor, out_format: RowFormat | None) -> Activations:
+    gated = activation(gate) * up
     return gated if out_format is None else quantize_rows(gated, out_format)
 
 

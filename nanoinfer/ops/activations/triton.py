@@ -2,10 +2,8 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.fp8.triton import MAX_TILE, store_rounded, tile_of_row
@@ -58,9 +56,7 @@ def gelu_and_mul(gate_up, out_format=None):
     return _launch(gate_up, out_format, is_gelu=True, is_exact=True)
 
 
-def _launch(
-    gate_up: Tensor, out_format: RowFormat | None, is_gelu: bool = False, is_exact: bool = False
-) -> Activations:
+def _launch(gate_up, out_format, is_gelu=False, is_exact=False):
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, f"the rows of gate_up must be contiguous, strides {gate_up.stride()}"
     width = tile = min(MAX_TILE, next_power_of_2(size))

@@ -49,8 +49,8 @@ def _read_rows_kernel(
 
 def read_rows(rows, token_ids, context_lens, block_tables, block_size):
     num_rows, max_blocks = len(rows), block_tables.shape[1]
-    newest, lens = (torch.empty(num_rows, dtype=torch.int32, device=rows.device) for _ in range(2))
-    positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=rows.device) for _ in range(2))
+    newest, lens = (rows.new_empty(num_rows, dtype=torch.int32) for _ in range(2))
+    positions, slots = (rows.new_empty(num_rows, dtype=torch.int64) for _ in range(2))
     blocks = block_tables.new_empty(num_rows, max_blocks)
     if num_rows > 0:
         _read_rows_kernel[(num_rows,)](

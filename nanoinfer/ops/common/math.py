@@ -7,11 +7,12 @@ import triton.language as tl
 
 from nanoinfer.ops.common.fp8_format import FP8_MAX, TINY, TO_SCALE
 
-LARGEST_E4M3: tl.constexpr = tl.constexpr(FP8_MAX)
-LARGEST_TO_SCALE: tl.constexpr = tl.constexpr(TO_SCALE)
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(TINY)
-SQRT_HALF: tl.constexpr = tl.constexpr(math.sqrt(0.5))
-TWO_LOG2_E: tl.constexpr = tl.constexpr(2 * math.log2(math.e))
+INF = tl.constexpr(float("inf"))
+LARGEST_E4M3 = tl.constexpr(FP8_MAX)
+LARGEST_TO_SCALE = tl.constexpr(TO_SCALE)
+SMALLEST_SCALE = tl.constexpr(TINY)
+SQRT_HALF = tl.constexpr(math.sqrt(0.5))
+TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
 
 
 @triton.jit

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.ops.kv_cache.spec import LayerCache
 from nanoinfer.ops.prefill_attention.spec import attention_with_sinks, soft_capped_attention
 
 MAX_GATHERED = 2**24  # elements of keys that are gathered at a time: 64 MiB in float32
@@ -11,10 +12,7 @@ MAX_GATHERED = 2**24  # elements of keys that are gathered at a time: 64 MiB in 
 
 def decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
+    cache: LayerCache,
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
@@ -25,15 +23,14 @@ def decode_attention(
 ) -> Tensor:
     """Attend from one token of each row to the row's cached tokens; the result has the shape of q.
 
-    q: (num_rows, num_heads, head_dim); num_heads a multiple of the KV heads. k_cache, v_cache: (num_blocks,
-    num_kv_heads, block_size, head_dim). k_scales, v_scales: (num_blocks, num_kv_heads, block_size) float32, for a cache
-    in 8 bits. block_tables: (num_rows, max_blocks) int32. context_lens: (num_rows,) int32, the tokens that each row
-    attends to, its own included; the result of a row without any is undefined. scale, window, sinks, soft_cap: see
-    `causal_attention`. scratch: memory for gathered keys and values, which this makes as large as it needs. Pass it
-    again to the next call: new memory costs a CPU as much as the rest.
+    q: (num_rows, num_heads, head_dim); num_heads a multiple of the KV heads. block_tables: (num_rows, max_blocks)
+    int32. context_lens: (num_rows,) int32, the tokens that each row attends to, its own included; the result of a row
+    without any is undefined. scale, window, sinks, soft_cap: see `causal_attention`. scratch: memory for gathered keys
+    and values, which this makes as large as it needs. Pass it again to the next call: new memory costs a CPU as much as
+    the rest.
     """
     num_rows, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
+    _, num_kv_heads, block_size, _ = cache.k.shape
     max_context = max(1, int(context_lens.max()))
     num_blocks = -(-max_context // block_size)
     positions = torch.arange(max_context, device=q.device)
@@ -49,8 +46,7 @@ def decode_attention(
     for start in range(0, num_rows, rows_at_once):
         rows = slice(start, start + rows_at_once)
         # (rows, kv_heads, max_context, head_dim)
-        sides = ((k_cache, k_scales), (v_cache, v_scales))
-        gathered = _gather(sides, block_tables[rows, :num_blocks], q.dtype, scratch)
+        gathered = _gather(cache, block_tables[rows, :num_blocks], q.dtype, scratch)
         k, v = (side[:, :, :max_context] for side in gathered)
         for side in (k, v):  # what lies past a context may be NaN, and 0 x NaN is NaN
             side.masked_fill_(~visible[rows].transpose(2, 3), 0)
@@ -63,22 +59,17 @@ def decode_attention(
     return out.view(num_rows, num_heads, head_dim)
 
 
-def _gather(
-    sides: tuple[tuple[Tensor, Tensor | None], ...], tables: Tensor, dtype: torch.dtype, scratch: list[Tensor]
-) -> list[Tensor]:
-    """Copy blocks, (num_rows, num_blocks), into the scratch memory as (num_rows, kv_heads, tokens, head_dim).
-
-    sides: the keys with their scales, and the values with theirs.
-    """
-    cache = sides[0][0]
-    _, num_kv_heads, block_size, head_dim = cache.shape
+def _gather(cache: LayerCache, tables: Tensor, dtype: torch.dtype, scratch: list[Tensor]) -> list[Tensor]:
+    """Copy blocks, (num_rows, num_blocks), into the scratch memory as (num_rows, kv_heads, tokens, head_dim)."""
+    _, num_kv_heads, block_size, head_dim = cache.k.shape
     heads = torch.arange(num_kv_heads, device=tables.device)
     # A block's heads lie one after the other. What pads a table is never seen, whatever it is.
     places = tables.long().clamp(min=0).unsqueeze(1) * num_kv_heads + heads[:, None]  # (num_rows, kv_heads, blocks)
     size = places.numel() * block_size * head_dim
     if not scratch or scratch[0].numel() < size:
-        scratch[:] = [cache.new_empty(size) for _ in sides]
+        scratch[:] = [cache.k.new_empty(size) for _ in range(2)]
     gathered = []
+    sides = (cache.k, cache.k_scales), (cache.v, cache.v_scales)
     for (side, scales), memory in zip(sides, scratch, strict=True):
         out = memory[:size].view(-1, block_size * head_dim)
         torch.index_select(side.view(-1, block_size * head_dim), 0, places.flatten(), out=out)

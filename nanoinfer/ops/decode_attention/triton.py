@@ -32,6 +32,7 @@ from torch import Tensor
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
 from nanoinfer.ops.common.math import soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 MAX_TOKENS_IN_8_BITS = 128  # a tile of few queries in 8 bits has twice as many tokens, if it is not more than this
@@ -506,13 +507,8 @@ class PrefixResult(NamedTuple):
 
 def paged_decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    tiles: Tensor,
-    row_starts: Tensor,
-    tile_size: int,
+    cache: LayerCache,
+    plan: TileList,
     scale: float,
     windowed: bool = False,
     prefix: PrefixResult | None = None,
@@ -521,27 +517,21 @@ def paged_decode_attention(
 ) -> Tensor:
     """Compute what `decode_attention` in spec.py does, from a plan in the place of block tables, lengths and a window.
 
-    q: heads contiguous, head_dim at most 256. k_cache, v_cache: contiguous; block_size a multiple of 16. tiles,
-    row_starts, tile_size: from `plan_decode`. A row without tokens gives zeros.
+    q: heads contiguous, head_dim at most 256. cache: contiguous; block_size a multiple of 16. plan: from `plan_decode`.
+    A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
     prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    group_size = q.shape[1] // k_cache.shape[1]
-    cache, plan = (k_cache, v_cache, k_scales, v_scales), TileList(tiles, row_starts, tile_size)
+    group_size = q.shape[1] // cache.k.shape[1]
     _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
     return out
 
 
 def shared_prefix_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-    tiles: Tensor,
-    row_starts: Tensor,
-    tile_size: int,
+    cache: LayerCache,
+    plan: TileList,
     group_rows: Tensor,
     scale: float,
     soft_cap: float | None = None,
@@ -549,12 +539,11 @@ def shared_prefix_attention(
     """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
 
     A group is a run of rows. group_rows: (num_rows,) int32: at the first row of each group, how many rows it has, at
-    most `max_prefix_group_rows`; 0 at other rows. tiles, row_starts, tile_size: from a `plan_decode` in which the first
-    row of a group has the shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
+    most `max_prefix_group_rows`; 0 at other rows. plan: from a `plan_decode` in which the first row of a group has the
+    shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
-    cache, plan = (k_cache, v_cache, k_scales, v_scales), TileList(tiles, row_starts, tile_size)
     _launch(q, cache, plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows, soft_cap=soft_cap)
     return PrefixResult(out, lse)
 
@@ -575,27 +564,27 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def _launch(
-    q: Tensor,
-    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    plan: TileList,
-    scale: float,
-    num_queries: int,
-    out: Tensor,
+    q,
+    cache,
+    plan,
+    scale,
+    num_queries,
+    out,
     *,
-    out_lse: Tensor | None = None,
-    group_rows: Tensor | None = None,
-    prefix: PrefixResult | None = None,
-    windowed: bool = False,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
-) -> None:
+    out_lse=None,
+    group_rows=None,
+    prefix=None,
+    windowed=False,
+    sinks=None,
+    soft_cap=None,
+):
     """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
-    k_cache, v_cache, *scales = cache
     tiles, row_starts, tile_size = plan
-    _, num_kv_heads, block_size, _ = k_cache.shape
+    _, num_kv_heads, block_size, _ = cache.k.shape
     assert block_size % tile_size == 0, f"tiles of {tile_size} tokens do not lie within blocks of {block_size}"
-    if in_8_bits := scales[0] is not None:
+    v_cache = cache.v
+    if in_8_bits := cache.k_scales is not None:
         assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
         v_cache = v_cache.view(torch.int32)
     queries = max(QUERY_TILE, next_power_of_2(num_queries))
@@ -612,9 +601,10 @@ def _launch(
     lse = partials.new_empty(partials.shape[:-1])
     _paged_decode_kernel[(num_kv_heads, num_shares)](
         q,
-        k_cache,
+        cache.k,
         v_cache,
-        *scales,
+        cache.k_scales,
+        cache.v_scales,
         tiles,
         row_starts,
         group_rows,

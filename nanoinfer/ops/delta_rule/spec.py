@@ -107,13 +107,15 @@ class Layout(NamedTuple):
     """Says where the tokens of a prefill step belong.
 
     token_chunks: (num_tokens,), which chunk of the step a token is in; offsets: (num_tokens,), its place there. starts:
-    (num_chunks,), the position of a chunk's first token; firsts: (num_chunks,), its index in the step.
+    (num_chunks,), the position of a chunk's first token; firsts: (num_chunks,), its index in the step; lens:
+    (num_chunks,), how many tokens the chunk has.
     """
 
     token_chunks: Tensor
     offsets: Tensor
     starts: Tensor
     firsts: Tensor
+    lens: Tensor
 
 
 def _layout_of(query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: torch.device) -> Layout:
@@ -121,7 +123,7 @@ def _layout_of(query_lens: tuple[int, ...], context_lens: tuple[int, ...], devic
     firsts = lens.cumsum(0) - lens
     token_chunks = torch.arange(len(lens), device=device).repeat_interleave(lens)
     offsets = torch.arange(len(token_chunks), device=device) - firsts[token_chunks]
-    return Layout(token_chunks, offsets, contexts - lens, firsts)
+    return Layout(token_chunks, offsets, contexts - lens, firsts, lens)
 
 
 def _conv_windows(x: Tensor, layout: Layout, places: Tensor, conv_inputs: Tensor) -> list[Tensor]:
@@ -141,10 +143,9 @@ def _conv_windows(x: Tensor, layout: Layout, places: Tensor, conv_inputs: Tensor
 def _keep_conv_inputs(x: Tensor, layout: Layout, places: Tensor, conv_inputs: Tensor) -> None:
     """Write the inputs of each chunk's last tokens to its state."""
     width = conv_inputs.shape[1]
-    lens = torch.diff(layout.firsts, append=torch.full_like(layout.firsts[:1], len(x)))
     for age in range(width):
         # A chunk that is too short writes its first one again, to the same place.
-        last = (lens - 1 - age).clamp(min=0)
+        last = (layout.lens - 1 - age).clamp(min=0)
         conv_inputs[places, (layout.starts + last) % width] = x[layout.firsts + last]
 
 

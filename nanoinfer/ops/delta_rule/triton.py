@@ -35,7 +35,7 @@ VALUE_BLOCK = 64  # value dimensions of a program
 CHANNEL_BLOCK = 64  # of the convolution: channels of a program
 KEPT_CHANNELS = 1024  # channels of a program that keeps inputs
 HEAD_BLOCK = 16  # heads of a program that normalises outputs, of one token or several
-L2_EPS: tl.constexpr = tl.constexpr(spec.L2_EPS)
+L2_EPS = tl.constexpr(spec.L2_EPS)
 
 
 @triton.jit
@@ -549,16 +549,7 @@ def _tables(query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: 
     return table[: 3 * len(sequences)].view(-1, 3), table[3 * len(sequences) :].view(-1, 2)
 
 
-def _chunked_delta_rule(
-    qkv: Tensor,
-    ba: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    matrices: Tensor,
-    rows: Tensor,
-    sequences: Tensor,
-    chunks: Tensor,
-) -> Tensor:
+def _chunked_delta_rule(qkv, ba, a_log, dt_bias, matrices, rows, sequences, chunks):
     """Return what the tokens read, (num_tokens, num_value_heads, value_dim), and leave the states as they are then.
 
     qkv: (num_tokens, conv_size), after the convolution. sequences, chunks: from `_tables`. All are contiguous but ba,
@@ -567,8 +558,8 @@ def _chunked_delta_rule(
     num_heads, key_dim, value_dim = matrices.shape[1:]
     (num_tokens, num_channels), num_key_heads = qkv.shape, (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
     shape = num_tokens, num_heads, CHUNK
-    inverse, scores = (torch.empty(shape, dtype=torch.float32, device=qkv.device) for _ in range(2))
-    factors = torch.empty(4, num_heads, num_tokens, dtype=torch.float32, device=qkv.device)
+    inverse, scores = (qkv.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    factors = inverse.new_empty(4, num_heads, num_tokens)
     out = qkv.new_empty(num_tokens, num_heads, value_dim)
     value_block = max(16, min(VALUE_BLOCK, next_power_of_2(value_dim)))
     options = {

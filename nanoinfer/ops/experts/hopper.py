@@ -9,10 +9,7 @@ Columns beyond the last are computed, of whatever lies there, and not written.
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -26,8 +23,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, gather, load_tile
-from nanoinfer.ops.experts.spec import ExpertWeights
-from nanoinfer.ops.routing.triton import TilePlan
 
 ROWS = 128  # pairs of a tile
 PART = 128  # columns of half a tile
@@ -245,18 +240,10 @@ def _hopper_experts_kernel(
     )  # fmt: skip
 
 
-def grouped_product(
-    x: Tensor,
-    weight: ExpertWeights,
-    plan: TilePlan,
-    pair_weights: Tensor,
-    out: Tensor,
-    is_gated: bool,
-    clamps: tuple[float, float] | None = None,
-) -> None:
+def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
     """Do what `grouped_product` of `triton.py` does, by a weight in 16 bits, in tiles of ROWS pairs."""
     num_experts, num_columns, width = weight.values.shape
-    lines: list[Any] = [[num_experts * num_columns, width], [width, 1], [PART, DEPTH], SWIZZLED]
+    lines = [[num_experts * num_columns, width], [width, 1], [PART, DEPTH], SWIZZLED]
     _hopper_experts_kernel[(num_multiprocessors(x.device),)](
         x,
         TensorDescriptor(weight.values, *lines),

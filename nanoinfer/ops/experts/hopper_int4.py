@@ -10,9 +10,6 @@ it.
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,17 +29,9 @@ from nanoinfer.ops.int4.hopper import (
     _numbers,
     _quarters,
 )
-from nanoinfer.ops.int4.triton import BLOCK, WORDS
-from nanoinfer.ops.routing.triton import TilePlan
+from nanoinfer.ops.int4.triton import BLOCK, TIMES_F16, WORDS
 
-TIMES_BF16, TIMES_F16 = gl.constexpr("mul.bf16x2 $0, $1, $2;"), gl.constexpr("mul.f16x2 $0, $1, $2;")
-
-
-class Cut(NamedTuple):
-    """What a program computes of a tile, and how much of it is read ahead."""
-
-    lines: int  # rows of the weight
-    stages: int
+TIMES_BF16 = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 
 
 @gluon.jit
@@ -282,23 +271,17 @@ def _hopper_int4_experts_kernel(
         _store_products(acc, products, num_choices, num_lines)
 
 
-def grouped_product(
-    x: Tensor,
-    weight: ExpertWeights,
-    plan: TilePlan,
-    pair_weights: Tensor,
-    out: Tensor,
-    is_gated: bool,
-    clamps: tuple[float, float] | None = None,
-) -> None:
+def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
     """Do what `grouped_product` of `triton.py` does, by a weight in 4 bits that `serves` accepts."""
     num_experts, num_lines, num_words = weight.values.shape
     num_blocks, num_groups = num_words // WORDS.value, weight.num_groups
-    cut = choose_cut(len(plan.tile_experts), num_lines, x.device)
-    lines = weight.values.view(num_experts * num_lines, num_words)
-    _hopper_int4_experts_kernel[(triton.cdiv(num_lines, cut.lines), len(plan.tile_experts))](
+    num_slots = len(plan.tile_experts)
+    is_few = num_slots * triton.cdiv(num_lines, 128) < 2 * num_multiprocessors(x.device)
+    lines, stages = (64, 4) if is_few else (128, 3)  # rows of the weight for a program; buffers
+    words = weight.values.view(num_experts * num_lines, num_words)
+    _hopper_int4_experts_kernel[(triton.cdiv(num_lines, lines), num_slots)](
         x,
-        TensorDescriptor(lines, list(lines.shape), list(lines.stride()), [cut.lines // 2, WORDS.value], WORDS_LAYOUT),
+        TensorDescriptor.from_tensor(words, [lines // 2, WORDS.value], WORDS_LAYOUT),
         weight.scales,
         weight.zeros,
         weight.bias,
@@ -319,18 +302,11 @@ def grouped_product(
         GROUP_BLOCKS=max(1, num_blocks // num_groups),
         E2M1=weight.is_e2m1,
         ROWS=plan.tile_size,
-        LINES=cut.lines,
-        STAGES=cut.stages,
+        LINES=lines,
+        STAGES=stages,
         WARPS=4,
         num_warps=4,
     )
-
-
-def choose_cut(num_tiles: int, num_lines: int, device: torch.device) -> Cut:
-    """Return how to cut the product of so many tiles."""
-    if num_tiles * triton.cdiv(num_lines, 128) < 2 * num_multiprocessors(device):
-        return Cut(64, 4)
-    return Cut(128, 3)
 
 
 def serves(x: Tensor, weight: ExpertWeights) -> bool:

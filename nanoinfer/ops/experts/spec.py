@@ -4,6 +4,7 @@
 whose id is num_experts, gets zeros.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -62,13 +63,18 @@ def expert_mlp(
     The kernels' host does not wait for the device, so a CUDA graph can capture this.
     """
     terms = hidden.new_zeros(expert_ids.shape[1], *hidden.shape)
-    for expert in expert_ids[expert_ids < len(gate_up.values)].unique().tolist():
-        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+    for expert, token, choice in _pairs_of_experts(expert_ids, len(gate_up.values)):
         gate, up = F.linear(hidden[token], *gate_up.of_expert(expert, hidden.shape[1], hidden.dtype)).chunk(2, dim=1)
         gated = F.silu(gate) * up if clamps is None else clamped_swiglu(gate, up, *clamps)
         result = F.linear(gated, *down.of_expert(expert, gated.shape[1], gated.dtype))
         terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(terms.dtype)
     return terms
+
+
+def _pairs_of_experts(expert_ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that a token is routed to, with the tokens that are, and which of their choices it is."""
+    for expert in expert_ids[expert_ids < num_experts].unique().tolist():
+        yield expert, *(expert_ids == expert).nonzero(as_tuple=True)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -94,11 +100,9 @@ def fp8_expert_mlp(
     results are rounded, in groups or by one static scale. dtype: of the result, to which gate, up and SwiGLU are
     rounded, too.
     """
-    num_tokens, num_experts_per_tok = expert_ids.shape
     wide = dequantize_rows(QuantizedRows(x, x_scales))
-    terms = torch.zeros(num_experts_per_tok, num_tokens, x.shape[1], dtype=dtype, device=x.device)
-    for expert in expert_ids[expert_ids < len(gate_up.values)].unique().tolist():
-        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+    terms = wide.new_zeros(expert_ids.shape[1], *wide.shape, dtype=dtype)
+    for expert, token, choice in _pairs_of_experts(expert_ids, len(gate_up.values)):
         first, _ = gate_up.of_expert(expert, wide.shape[1], torch.float32)
         gate, up = (wide[token] @ first.t()).to(dtype).chunk(2, dim=1)
         gated = dequantize_rows(quantize_rows(F.silu(gate) * up, down_format))

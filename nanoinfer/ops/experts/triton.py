@@ -206,7 +206,6 @@ WIDE_PAIRS = 150
 class Tiling(NamedTuple):
     """How a grouped product is cut: the tile of a program, and how much of it is read ahead."""
 
-    rows: int  # pairs
     columns: int  # rows of the weight
     depth: int  # of the inner dimension, at a time
     stages: int
@@ -291,9 +290,9 @@ def grouped_product(
     The weight's rows may be longer than those of x. Scales of MXFP4 are those of blocks, int32. clamps: of SwiGLU.
     """
     (num_experts, num_rows), depth, num_slots = weight.values.shape[:2], x.shape[1], len(plan.tile_experts)
-    choose = choose_tiling if weight.scales is None else _choose_int4_tiling
-    tiling = choose(plan.tile_size, num_slots, num_rows, x.dtype, x.device)
-    if weight.scales is None and weight.values.shape[2] != depth:
+    in_4_bits = weight.scales is not None
+    tiling = choose_tiling(plan.tile_size, num_slots, num_rows, x.dtype, x.device, in_4_bits)
+    if not in_4_bits and weight.values.shape[2] != depth:
         weight = weight._replace(values=weight.values[..., :depth].contiguous())
     _grouped_product_kernel[(-(-num_rows // tiling.columns), num_slots)](
         x,
@@ -321,27 +320,24 @@ def grouped_product(
     )
 
 
-def choose_tiling(rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+def choose_tiling(
+    rows: int, num_tiles: int, num_columns: int, dtype: torch.dtype, device: torch.device, in_4_bits: bool = False
+) -> Tiling:
     """Return how to cut a product of `num_tiles` tiles of rows with `num_columns` columns.
 
-    What is read ahead has to fit into shared memory, and the sums into registers.
+    What is read ahead has to fit into shared memory, and the sums into registers. Weights in 4 bits are read in blocks
+    of 128 inputs.
     """
+    num_programs = num_tiles * -(-num_columns // 64)
+    if in_4_bits:
+        return Tiling(32, 128, 6, 4) if num_programs < 2 * num_multiprocessors(device) else Tiling(128, 128, 3, 4)
     if dtype == torch.float32:  # for comparisons: tensor cores would round it
-        return Tiling(rows, 64, 32, 2, 4)
+        return Tiling(64, 32, 2, 4)
     is_hopper_sized = has_large_shared_memory(device)
     if rows == 128:
-        return Tiling(rows, 256 if is_hopper_sized else 128, 64, 4, 8)
+        return Tiling(256 if is_hopper_sized else 128, 64, 4, 8)
     if rows == 64:
-        return Tiling(rows, 128, 64, 4 if is_hopper_sized else 3, 4)
-    if num_tiles * -(-num_columns // 64) < num_multiprocessors(device):
-        return Tiling(rows, 32, 128, 6, 4)  # few programs, which together ask for enough bytes at a time
-    return Tiling(rows, 64, 128, 4, 4)
-
-
-def _choose_int4_tiling(
-    rows: int, num_tiles: int, num_columns: int, _dtype: torch.dtype, device: torch.device
-) -> Tiling:
-    """Return the same for weights in 4 bits. Blocks of 128 inputs are read at a time."""
-    if num_tiles * -(-num_columns // 64) < 2 * num_multiprocessors(device):
-        return Tiling(rows, 32, 128, 6, 4)
-    return Tiling(rows, 128, 128, 3, 4)
+        return Tiling(128, 64, 4 if is_hopper_sized else 3, 4)
+    if num_programs < num_multiprocessors(device):
+        return Tiling(32, 128, 6, 4)  # few programs, which together ask for enough bytes at a time
+    return Tiling(64, 128, 4, 4)

@@ -173,9 +173,7 @@ def _down_kernel(
 class Tiling(NamedTuple):
     """How the two grouped products are cut."""
 
-    rows: int  # pairs in a tile
     gate_up_stages: int
-    gate_up_warps: int
     down_columns: int
     down_stages: int
     down_warps: int
@@ -191,14 +189,22 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
     assert gate_up.scales.dim() == 2 or inner_size % GROUP_SIZE == 0, f"the gate's {inner_size} rows end inside a block"
     num_pairs = expert_ids.numel()
     gated = down_format.empty_rows(expert_ids.view(-1), inner_size)
-    out = torch.empty(num_choices, num_tokens, hidden_size, dtype=dtype, device=x.device)
+    out = x.new_empty(num_choices, num_tokens, hidden_size, dtype=dtype)
     if num_pairs == 0:
         return out
     rows = min(MAX_ROWS, tile_rows(num_pairs, num_experts, dtype))
     plan = plan_tiles(expert_ids, num_experts, rows)
     num_slots = len(plan.tile_experts)
     tiling = choose_tiling(rows, num_slots, hidden_size, x.device)
-    options = overlap_options(x.device)
+    common = {
+        "num_choices": num_choices,
+        "num_experts": num_experts,
+        "hidden_size": hidden_size,
+        "inner_size": inner_size,
+        "GROUP": GROUP_SIZE,
+        "ROWS": rows,
+        **overlap_options(x.device),
+    }
     _gate_up_kernel[(-(-inner_size // GROUP_SIZE), num_slots)](
         x,
         x_scales,
@@ -210,18 +216,12 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
         x.stride(0),
         x_scales.stride(0),
         num_pairs,
-        num_choices=num_choices,
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        inner_size=inner_size,
         X_GROUPS=x_scales.shape[1] > 1,
         BLOCKS=gate_up.scales.dim() == 3,
         DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
-        GROUP=GROUP_SIZE,
-        ROWS=rows,
         STAGES=tiling.gate_up_stages,
-        num_warps=tiling.gate_up_warps,
-        **options,
+        num_warps=8,
+        **common,
     )
     _down_kernel[(-(-hidden_size // tiling.down_columns), num_slots)](
         gated.values,
@@ -232,18 +232,12 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
         out,
         gated.scales.stride(0),
         num_pairs,
-        num_choices=num_choices,
-        num_experts=num_experts,
-        inner_size=inner_size,
-        hidden_size=hidden_size,
         X_GROUPS=gated.scales.shape[1] > 1,
         BLOCKS=down.scales.dim() == 3,
-        GROUP=GROUP_SIZE,
-        ROWS=rows,
         COLUMNS=tiling.down_columns,
         STAGES=tiling.down_stages,
         num_warps=tiling.down_warps,
-        **options,
+        **common,
     )
     return out
 
@@ -254,7 +248,7 @@ def choose_tiling(rows: int, num_tiles: int, hidden_size: int, device: torch.dev
     is_few = num_tiles * -(-hidden_size // 128) < num_multiprocessors(device)
     columns = 64 if is_few else 128
     if not has_large_shared_memory(device):
-        return Tiling(rows, 2, 8, columns, 3, 8)
+        return Tiling(2, columns, 3, 8)
     if rows <= 32:
-        return Tiling(rows, 4, 8, columns, 5, 4 if is_few else 8)
-    return Tiling(rows, 3, 8, columns, 4, 8)
+        return Tiling(4, columns, 5, 4 if is_few else 8)
+    return Tiling(3, columns, 4, 8)

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.math import INF
 
 GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))
-INF = tl.constexpr(float("inf"))
 # A row's limits, in the order of the specification.
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NUM_LIMITS = tl.constexpr(4)
@@ -229,16 +229,16 @@ def _threshold_kernel(
 
 
 def thresholds(logits, limits):
-    (num_rows, vocab_size), device = logits.shape, logits.device
+    num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     assert limits.stride() == (NUM_LIMITS.value, 1), (
         f"limits are (num_rows, {NUM_LIMITS.value}) and contiguous, strides {limits.stride()}"
     )
     num_groups, unused = -(-vocab_size // GROUP_SIZE.value), UNUSED_BITS[logits.dtype]
-    out = torch.empty(num_rows, dtype=torch.float32, device=device)
-    maxima, group_weights = torch.empty(2, num_rows, num_groups, dtype=torch.float32, device=device)
-    candidates = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
-    found = torch.empty(num_rows, NUM_FOUND.value, dtype=torch.int32, device=device)
+    out = logits.new_empty(num_rows, dtype=torch.float32)
+    maxima, group_weights = out.new_empty(2, num_rows, num_groups)
+    candidates = out.new_empty(num_rows, num_groups, dtype=torch.int32)
+    found = candidates.new_empty(num_rows, NUM_FOUND.value)
     if num_rows == 0:
         return out
     sizes = vocab_size, logits.stride(0), num_groups

@@ -2,7 +2,8 @@
 
 argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954). It is found
 hierarchically: first the group of ids, then the id in it (Maddison et al. 2014, "A* sampling"). A random number depends
-on its key and counters alone, so the order of draws and the batch do not matter.
+on its key, the request's seed, and its counters, the token's position and the group or the id. So the order of draws
+and the batch do not matter.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.ops.dispatch import op
 
-GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other; as in the kernel
+GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF

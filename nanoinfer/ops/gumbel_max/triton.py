@@ -1,24 +1,20 @@
-"""Draws one token for each row straight from the logits, and enters it in the tables.
+"""Draws one token for each row straight from the logits, by the method of the specification, and enters it.
 
-argmax(logits + temperature * Gumbel noise) is a draw from softmax(logits / temperature) (Gumbel 1954), so nothing is
-normalised, sorted or copied. The largest noisy logit of a group of ids is itself the group's logsumexp plus Gumbel
-noise, whichever id it belongs to (Maddison et al. 2014, "A* sampling"). So the draw is hierarchical: first a group of
-neighbouring ids, with one noise value for each group, then an id in that group. That saves nearly all of the random
-numbers and logarithms, and the time that is left is close to that of reading the logits.
-
-The noise is Philox-4x32-10 (Salmon et al. 2011) of (the request's seed, the token's position, the group or the id), so
-a request's random stream does not depend on what else is in the batch.
+Nothing is normalised, sorted or copied. The largest noisy logit of a group of ids is itself the group's logsumexp plus
+Gumbel noise, whichever id it belongs to. So one noise value for each group decides which group wins, and only the ids
+of that group get noise of their own. That saves nearly all of the random numbers and logarithms, and the time that is
+left is close to that of reading the logits.
 """
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.math import INF
+from nanoinfer.ops.gumbel_max import spec
 
-GROUP_SIZE = tl.constexpr(16)  # ids; part of the specification, since it decides what is drawn
-INF = tl.constexpr(float("inf"))
+GROUP_SIZE = tl.constexpr(spec.GROUP_SIZE)  # ids
 TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
 
 
@@ -137,35 +133,27 @@ def _best_id_kernel(
 
 
 def sample_and_append(logits, thresholds, rows, temperatures, seeds, token_ids, context_lens):
-    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    ids = logits.new_empty(len(logits), dtype=torch.int32)
     _launch(logits, 0, thresholds, (rows, temperatures, seeds, context_lens), ids, token_ids=token_ids)
     return ids
 
 
 def best_candidates(logits, first_id, rows, temperatures, seeds, context_lens):
-    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    scores = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    ids = logits.new_empty(len(logits), dtype=torch.int32)
+    scores = logits.new_empty(len(logits), dtype=torch.float32)
     _launch(logits, first_id, None, (rows, temperatures, seeds, context_lens), ids, scores=scores)
     return scores, ids
 
 
-def _launch(
-    logits: Tensor,
-    first_id: int,
-    thresholds: Tensor | None,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
-    out: Tensor,
-    token_ids: Tensor | None = None,
-    scores: Tensor | None = None,
-) -> None:
+def _launch(logits, first_id, thresholds, tables, out, token_ids=None, scores=None):
     """Launch both kernels. They write `out`, and either enter the ids in `token_ids` or write `scores`."""
-    (num_rows, vocab_size), device = logits.shape, logits.device
+    num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     if num_rows == 0:
         return
     num_tiles = -(-vocab_size // (TILE_GROUPS * GROUP_SIZE.value))
-    best_scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
-    best_groups = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
+    best_scores = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)
+    best_groups = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
     inputs = (logits, *tables, thresholds, best_scores, best_groups)
     sizes = (first_id, vocab_size, logits.stride(0), num_tiles)
     _best_group_kernel[(num_rows, num_tiles)](*inputs, *sizes, GROUPS=TILE_GROUPS, num_warps=1)

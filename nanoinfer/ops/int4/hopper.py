@@ -15,8 +15,6 @@ registers, where its numbers are widened, and x comes from shared memory. Bulk c
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -29,36 +27,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
-from nanoinfer.ops.common.hopper import MAX_REGISTERS, load_tile
-from nanoinfer.ops.int4.spec import MANY_COLUMNS, MANY_ROWS
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile
+from nanoinfer.ops.int4.spec import COLUMNS, MANY_COLUMNS, MANY_ROWS
 from nanoinfer.ops.int4.triton import BLOCK, E2M1_BF16, E2M1_F16, NUMBERS_BF16, NUMBERS_F16, WORDS
 
 MAX_ROWS_WITH_SCALED_SUMS = gl.constexpr(64)  # with more, the weight is scaled
 
 
-class Tile(NamedTuple):
-    """How a product is cut: what a program computes, and how much of it is read ahead."""
-
-    rows: int
-    columns: int  # outputs
-    warps: int
-    blocks: int  # of inputs that are loaded together
-    stages: int
-
-
-# By the most rows that they serve; what more rows than that take is last.
-TILES = {
-    8: Tile(8, 64, 4, 2, 2),
-    16: Tile(16, 64, 4, 2, 2),
-    32: Tile(32, 64, 4, 2, 2),
-    64: Tile(64, 64, 4, 1, 2),
-    128: Tile(128, 64, 4, 1, 2),
-}
-MANY_STAGES = 3  # of a tile for more rows
+# The rows of a tile, and how many blocks of inputs are loaded together for it.
+TILE_BLOCKS = {8: 2, 16: 2, 32: 2, 64: 1, 128: 1}
+STAGES = 2  # how many of these loads there are buffers for
+MANY_STAGES = 3  # the same for more rows, of one block each
 MULTIPLYING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
 X_LAYOUTS = {
-    1: gl.NVMMASharedLayout(128, 16, rank=2),
-    2: gl.NVMMASharedLayout(128, 16, rank=2),
+    1: SWIZZLED,
+    2: SWIZZLED,
     4: gl.NVMMASharedLayout(64, 16, rank=2),
 }
 WORDS_LAYOUT = gl.NVMMASharedLayout(64, 32, rank=2)
@@ -410,7 +393,8 @@ def _hopper_int4_many_rows_kernel(
     )  # fmt: skip
 
 
-def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
+def int4_product(x, weight, num_splits):
+    numbers, scales, zeros = weight[:3]
     (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
@@ -419,13 +403,12 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
         x = x.clone(memory_format=torch.contiguous_format)
     num_blocks, num_groups = num_inputs // BLOCK.value, scales.shape[1] if scales.dim() == 2 else 1
     groups, group_blocks = max(1, num_groups // num_blocks), max(1, num_blocks // num_groups)
-    words_shape: Any = list(numbers.shape), list(numbers.stride())
-    tile = next((tile for most, tile in TILES.items() if num_rows <= most), None)
-    if tile is None:
+    rows = next((rows for rows in TILE_BLOCKS if num_rows <= rows), None)
+    if rows is None:
         num_units = triton.cdiv(num_rows, MANY_ROWS) * triton.cdiv(num_outputs, MANY_COLUMNS) * num_splits
         _hopper_int4_many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [MANY_ROWS, BLOCK.value], X_LAYOUTS[1]),
-            TensorDescriptor(numbers, *words_shape, [MANY_COLUMNS // 2, WORDS.value], WORDS_LAYOUT),
+            TensorDescriptor.from_tensor(x, [MANY_ROWS, BLOCK.value], SWIZZLED),
+            TensorDescriptor.from_tensor(numbers, [MANY_COLUMNS // 2, WORDS.value], WORDS_LAYOUT),
             scales,
             zeros,
             out,
@@ -437,7 +420,7 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
             num_units,
             GROUPS=groups,
             GROUP_BLOCKS=group_blocks,
-            E2M1=is_e2m1,
+            E2M1=weight.is_e2m1,
             ROWS=MANY_ROWS,
             COLUMNS=MANY_COLUMNS,
             STAGES=MANY_STAGES,
@@ -447,10 +430,10 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
             maxnreg=MAX_REGISTERS,
         )
         return out
-    parts = groups if tile.rows <= MAX_ROWS_WITH_SCALED_SUMS.value else 1
-    _hopper_int4_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.columns), num_splits)](
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, BLOCK.value // parts], X_LAYOUTS[parts]),
-        TensorDescriptor(numbers, *words_shape, [tile.columns, WORDS.value], WORDS_LAYOUT),
+    blocks, parts = TILE_BLOCKS[rows], groups if rows <= MAX_ROWS_WITH_SCALED_SUMS.value else 1
+    _hopper_int4_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, COLUMNS), num_splits)](
+        TensorDescriptor.from_tensor(x, [rows, BLOCK.value // parts], X_LAYOUTS[parts]),
+        TensorDescriptor.from_tensor(numbers, [COLUMNS, WORDS.value], WORDS_LAYOUT),
         scales,
         zeros,
         out,
@@ -458,16 +441,16 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
         num_outputs,
         num_blocks,
         num_groups,
-        triton.cdiv(num_blocks, num_splits * tile.blocks),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
+        triton.cdiv(num_blocks, num_splits * blocks),
+        ROWS=rows,
+        COLUMNS=COLUMNS,
         GROUPS=groups,
         GROUP_BLOCKS=group_blocks,
-        E2M1=is_e2m1,
-        BLOCKS=tile.blocks,
+        E2M1=weight.is_e2m1,
+        BLOCKS=blocks,
         PARTS=parts,
-        STAGES=tile.stages,
-        WARPS=tile.warps,
-        num_warps=tile.warps,
+        STAGES=STAGES,
+        WARPS=4,
+        num_warps=4,
     )
     return out

@@ -99,19 +99,17 @@ def widen(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dt
 
 
 @op
-def int4_product(
-    x: Tensor, numbers: Tensor, scales: Tensor, zeros: Tensor | None, num_splits: int, is_e2m1: bool = False
-) -> Tensor:
+def int4_product(x: Tensor, weight: PackedWeight, num_splits: int) -> Tensor:
     """Return x W^T as partial sums, (num_splits, num_rows, num_outputs), each over a part of the blocks.
 
     x: (num_rows, num_inputs), rows contiguous; for the kernel in 16 bits. The weight's groups are in order, and its
     blocks whole.
     """
-    weight = dequantize(PackedWeight(numbers, scales, zeros, is_e2m1=is_e2m1)).to(x.dtype)
+    wide = dequantize(weight).to(x.dtype)
     num_blocks = x.shape[1] // BLOCK
     part = -(-num_blocks // num_splits) * BLOCK
     parts = [slice(start, start + part) for start in range(0, num_splits * part, part)]
-    return torch.stack([F.linear(x[:, columns], weight[:, columns]) for columns in parts])
+    return torch.stack([F.linear(x[:, columns], wide[:, columns]) for columns in parts])
 
 
 def has_hopper_kernel(num_inputs: int, num_groups: int, device: torch.device) -> bool:

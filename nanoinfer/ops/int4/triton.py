@@ -337,23 +337,21 @@ def _widen_kernel(
         tl.store(out_ptr + line[:, None] * num_inputs + place[None, :], wide, mask=mask)
 
 
-def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
-    (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
+def int4_product(x, weight, num_splits):
+    (num_rows, num_inputs), num_outputs = x.shape, len(weight.numbers)
     assert num_inputs % BLOCK.value == 0, f"{num_inputs} inputs are not whole blocks of {BLOCK.value}"
-    num_groups = scales.shape[1] if scales.dim() == 2 else 1
+    num_groups = weight.scales.shape[1] if weight.scales.dim() == 2 else 1
     if has_hopper_kernel(num_inputs, num_groups, x.device):
         from nanoinfer.ops.int4 import hopper
 
-        return hopper.int4_product(x, numbers, scales, zeros, num_splits, is_e2m1)
+        return hopper.int4_product(x, weight, num_splits)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
         return out
     rows = max(16, next_power_of_2(num_rows))
     _few_rows_product_int4_kernel[(triton.cdiv(num_outputs, COLUMNS), num_splits)](
         x,
-        numbers,
-        scales,
-        zeros,
+        *weight[:3],
         out,
         num_rows,
         x.stride(0),
@@ -364,7 +362,7 @@ def int4_product(x, numbers, scales, zeros, num_splits, is_e2m1=False):
         ROWS=rows,
         COLUMNS=COLUMNS,
         STAGES=4,
-        E2M1=is_e2m1,
+        E2M1=weight.is_e2m1,
         ASM=x.is_cuda,
         num_warps=4,
     )

@@ -6,6 +6,8 @@ nothing overflows, and since no rank has a part of a vector, the scales do not d
 float32: with a head_dim of 128 they take 4 bytes beside 128, and no vector is too small or too large for them.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,24 @@ from nanoinfer.ops.norms.spec import rms_norm
 LARGEST = {FP8: FP8_MAX, torch.int8: 127.0}  # the largest value of each format of 8 bits
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Holds one layer's keys and values, each (num_blocks, num_kv_heads, block_size, head_dim).
+
+    A cache in 8 bits also has their scales, each (num_blocks, num_kv_heads, block_size) float32, which they are to be
+    multiplied by.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @property
+    def in_8_bits(self) -> bool:
+        return self.k_scales is not None
+
+
 @op
 def norm_rope_store(
     qkv: Tensor,
@@ -23,11 +43,8 @@ def norm_rope_store(
     eps: float,
     positions: Tensor,
     cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: LayerCache,
     slot_mapping: Tensor,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise and rotate queries and keys, write keys and values to the cache, and return all three.
@@ -38,13 +55,12 @@ def norm_rope_store(
     without q/k norms.
     positions: (num_tokens,) int. cos_sin_cache: (max_positions, rotary_dim) float32, contiguous; the first rotary_dim
     dimensions of each head are rotated. interleaved: see `rotate`.
-    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), contiguous. slot_mapping: (num_tokens,) int64,
-    block_id * block_size + offset; -1 skips the write. k_scales, v_scales: (num_blocks, num_kv_heads, block_size)
-    float32, for a cache in 8 bits, to which keys and values are rounded as by `quantize_vectors`.
+    cache: contiguous; in 8 bits keys and values are rounded as by `quantize_vectors`. slot_mapping: (num_tokens,)
+    int64, block_id * block_size + offset; -1 skips the write.
     Returns q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), not rounded to 8 bits,
     which may be views of qkv.
     """
-    _, num_kv_heads, _, head_dim = k_cache.shape
+    _, num_kv_heads, _, head_dim = cache.k.shape
     if qkv.dim() == 3:
         qkv = qkv.sum(0, dtype=torch.float32).to(qkv.dtype)
     heads = qkv.unflatten(1, (-1, head_dim))
@@ -52,33 +68,25 @@ def norm_rope_store(
     if norm_weights is not None:
         q, k = (rms_norm(x, weight, eps) for x, weight in zip((q, k), norm_weights, strict=True))
     q, k = (rotate(x, positions, cos_sin_cache, interleaved) for x in (q, k))
-    store_keys_values(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
+    store_keys_values(k, v, cache, slot_mapping)
     return q, k, v
 
 
 @op
-def store_keys_values(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> None:
+def store_keys_values(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write each token's key and value (num_tokens, num_kv_heads, head_dim) to its slot; slot -1 writes nothing.
 
     k, v: contiguous in head_dim alone: models of transformers hand out views of transposed tensors. The others: see
     `norm_rope_store`.
     """
     kept = slot_mapping >= 0
-    slots, block_size = slot_mapping[kept], k_cache.shape[2]
+    slots, block_size = slot_mapping[kept], cache.k.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+    for x, side, scales in ((k, cache.k, cache.k_scales), (v, cache.v, cache.v_scales)):
         if scales is None:
-            cache[blocks, :, offsets] = x[kept]
+            side[blocks, :, offsets] = x[kept]
         else:
-            cache[blocks, :, offsets], scales[blocks, :, offsets] = quantize_vectors(x[kept], cache.dtype)
+            side[blocks, :, offsets], scales[blocks, :, offsets] = quantize_vectors(x[kept], side.dtype)
 
 
 @op

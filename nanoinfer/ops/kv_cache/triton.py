@@ -227,20 +227,8 @@ def _widen_blocks_kernel(
     tl.store(out_ptr + place * num_vectors * head_dim + offsets, wide, mask=mask)
 
 
-def norm_rope_store(
-    qkv,
-    norm_weights,
-    eps,
-    positions,
-    cos_sin_cache,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    k_scales=None,
-    v_scales=None,
-    interleaved=False,
-):
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+def norm_rope_store(qkv, norm_weights, eps, positions, cos_sin_cache, cache, slot_mapping, interleaved=False):
+    _, num_kv_heads, block_size, head_dim = cache.k.shape
     num_splits, split_stride = (len(qkv), qkv.stride(0)) if qkv.dim() == 3 else (1, 0)
     qkv = qkv[0] if qkv.dim() == 3 else qkv
     heads = qkv.unflatten(1, (-1, head_dim))
@@ -249,8 +237,8 @@ def norm_rope_store(
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     q_weight, k_weight = norm_weights or (None, None)
     assert qkv.stride(1) == 1, f"the rows of qkv must be contiguous, strides {qkv.stride()}"
-    assert k_cache.is_contiguous(), "the keys of the cache must be contiguous"
-    assert v_cache.is_contiguous(), "the values of the cache must be contiguous"
+    assert cache.k.is_contiguous(), "the keys of the cache must be contiguous"
+    assert cache.v.is_contiguous(), "the values of the cache must be contiguous"
     if num_tokens == 0:
         return q, k, v
     padded_half_dim = next_power_of_2(head_dim // 2)
@@ -262,10 +250,10 @@ def norm_rope_store(
         k_weight,
         positions,
         cos_sin_cache,
-        k_cache,
-        v_cache,
-        k_scales,
-        v_scales,
+        cache.k,
+        cache.v,
+        cache.k_scales,
+        cache.v_scales,
         slot_mapping,
         split_stride,
         qkv.stride(0),
@@ -279,7 +267,7 @@ def norm_rope_store(
         num_groups=num_groups,
         HEADS=heads_per_program,
         HALF_DIM=padded_half_dim,
-        largest=LARGEST.get(k_cache.dtype),
+        largest=LARGEST.get(cache.k.dtype),
         INTERLEAVED=interleaved,
         num_warps=NUM_WARPS,
         **overlap_options(qkv.device),
@@ -287,11 +275,11 @@ def norm_rope_store(
     return q, k, v
 
 
-def store_keys_values(k, v, k_cache, v_cache, slot_mapping, k_scales=None, v_scales=None):
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+def store_keys_values(k, v, cache, slot_mapping):
+    _, num_kv_heads, block_size, head_dim = cache.k.shape
     assert k.stride(2) == v.stride(2) == 1, f"heads must be contiguous, strides {k.stride()} and {v.stride()}"
-    assert k_cache.is_contiguous(), "the keys of the cache must be contiguous"
-    assert v_cache.is_contiguous(), "the values of the cache must be contiguous"
+    assert cache.k.is_contiguous(), "the keys of the cache must be contiguous"
+    assert cache.v.is_contiguous(), "the values of the cache must be contiguous"
     if not len(k):
         return
     padded_dim = next_power_of_2(head_dim)
@@ -299,10 +287,10 @@ def store_keys_values(k, v, k_cache, v_cache, slot_mapping, k_scales=None, v_sca
     _store_kernel[(len(k), -(-num_kv_heads // heads_per_program))](
         k,
         v,
-        k_cache,
-        v_cache,
-        k_scales,
-        v_scales,
+        cache.k,
+        cache.v,
+        cache.k_scales,
+        cache.v_scales,
         slot_mapping,
         k.stride(0),
         k.stride(1),
@@ -313,7 +301,7 @@ def store_keys_values(k, v, k_cache, v_cache, slot_mapping, k_scales=None, v_sca
         head_dim=head_dim,
         HEADS=heads_per_program,
         DIM=padded_dim,
-        largest=LARGEST.get(k_cache.dtype),
+        largest=LARGEST.get(cache.k.dtype),
         num_warps=NUM_WARPS,
     )
 

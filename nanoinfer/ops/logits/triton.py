@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoinfer.ops.common.math import soft_capped
+from nanoinfer.ops.common.math import INF, soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 
-INF = tl.constexpr(float("inf"))
 CAP_TILE = 4096  # logits of a program of `cap_logits`
 GROUP_SIZE = tl.constexpr(8)  # ids of a byte of a mask
 TILE_GROUPS = 512  # groups for each program of `forbid_tokens`
@@ -147,10 +146,10 @@ def _logit_statistics_kernel(
 def logit_statistics(logits, chosen_logits, chosen_ids, first_id, num_best):
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     num_rows, size = logits.shape
-    largest, sums = (torch.empty(num_rows, device=logits.device) for _ in range(2))
-    num_better = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    best_ids = torch.empty(num_rows, num_best, dtype=torch.int32, device=logits.device)
-    best_logits = torch.empty(num_rows, num_best, device=logits.device)
+    largest, sums = (logits.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
+    num_better = logits.new_empty(num_rows, dtype=torch.int32)
+    best_ids = num_better.new_empty(num_rows, num_best)
+    best_logits = largest.new_empty(num_rows, num_best)
     if num_rows > 0:
         _logit_statistics_kernel[(num_rows,)](
             logits,

@@ -5,10 +5,9 @@ One program holds a whole row in registers, so that each row is read once and wr
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.fp8_format import GROUP_SIZE, QuantizedRows, RowFormat
+from nanoinfer.ops.common.fp8_format import GROUP_SIZE
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.fp8.triton import store_rounded
 
@@ -116,19 +115,19 @@ def add_rms_norm_to_fp8(x, residual, weight, eps, sum_weight, out_format, other_
 
 
 def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    sum_weight: Tensor | None,
-    out: Tensor | None,
-    total: Tensor | None,
-    eps: float,
-    rows: QuantizedRows | None = None,
-    row_format: RowFormat | None = None,
-    other_terms: Tensor | None = None,
-    centres: bool = False,
-) -> None:
-    """Launch the kernel. x: (num_splits, num_rows, size). residual: (num_rows, size)."""
+    x,
+    residual,
+    weight,
+    sum_weight,
+    out,
+    total,
+    eps,
+    rows=None,
+    row_format=None,
+    other_terms=None,
+    centres=False,
+):
+    """Launch the kernel. x: (num_splits, num_rows, size). rows, row_format: for a norm in 8 bits."""
     num_splits, num_rows, size = x.shape
     for name, tensor in (("x", x), ("residual", residual)):
         assert tensor is None or tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"

@@ -15,10 +15,8 @@ compiles it.
 """
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -325,16 +323,7 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
 
 
-def hopper_prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tiles: Tensor,
-    counters: Tensor,
-    block_tables: Tensor,
-    cu_context_lens: Tensor,
-    scale: float,
-) -> Tensor:
+def hopper_prefill_attention(q, k_cache, v_cache, tiles, counters, block_tables, cu_context_lens, scale):
     """Attend from all tokens of a step's chunks to their contexts; the result has the shape of q.
 
     The shapes are those of `paged_prefill_attention`; what else must hold, `serves` says. counters: (2,) int32 zeros,
@@ -346,10 +335,10 @@ def hopper_prefill_attention(
     group_size = num_heads // num_kv_heads
     out = q.new_empty(q.shape)
     half = [TILE_ROWS // 2 // group_size, group_size, head_dim]
-    lines: list[Any] = [[k_cache.numel() // head_dim, head_dim], [head_dim, 1], [KEYS, head_dim], SWIZZLED]
+    lines = [[k_cache.numel() // head_dim, head_dim], [head_dim, 1], [KEYS, head_dim], SWIZZLED]
     num_items = len(tiles) * num_kv_heads
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device), num_items),)](
-        TensorDescriptor(q, list(q.shape), list(q.stride()), half, SWIZZLED_HEADS),
+        TensorDescriptor.from_tensor(q, half, SWIZZLED_HEADS),
         TensorDescriptor(k_cache, *lines),
         TensorDescriptor(v_cache, *lines),
         out,

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.ops.kv_cache.spec import LayerCache
+
 MAX_SCORES = 2**24  # capped ones that are computed at a time: 64 MiB in float32
 
 
@@ -30,8 +32,8 @@ def causal_attention(
     mask = None
     if query_len != context_len or window is not None or sinks is not None or soft_cap is not None:
         mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device).tril(context_len - query_len)
-    if mask is not None and window is not None:
-        mask = mask.triu(context_len - query_len - window + 1)
+        if window is not None:
+            mask = mask.triu(context_len - query_len - window + 1)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, tokens, head_dim)
     if mask is not None and soft_cap is not None:
         grouped = q.unflatten(1, (k.shape[1], -1))  # (1, kv_heads, heads of each, tokens, head_dim)
@@ -95,24 +97,20 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | 
 
 
 def gather_context(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
+    cache: LayerCache,
     block_table: Tensor,
     length: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and values of one sequence's first tokens: (length, num_kv_heads, head_dim) each.
 
-    k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim). k_scales, v_scales: the same without head_dim,
-    float32, for a cache in 8 bits, which is widened to `dtype`. block_table: (max_blocks,) int32.
+    A cache in 8 bits is widened to `dtype`. block_table: (max_blocks,) int32.
     """
-    block_size = k_cache.shape[2]
+    block_size = cache.k.shape[2]
     positions = torch.arange(length, device=block_table.device)
     blocks, offsets = block_table[positions // block_size], positions % block_size
-    k, v = k_cache[blocks, :, offsets], v_cache[blocks, :, offsets]
-    if k_scales is None or v_scales is None:
+    k, v = cache.k[blocks, :, offsets], cache.v[blocks, :, offsets]
+    if cache.k_scales is None or cache.v_scales is None:
         return k, v
-    k_factors, v_factors = k_scales[blocks, :, offsets], v_scales[blocks, :, offsets]
+    k_factors, v_factors = cache.k_scales[blocks, :, offsets], cache.v_scales[blocks, :, offsets]
     return (k.float() * k_factors.unsqueeze(-1)).to(dtype), (v.float() * v_factors.unsqueeze(-1)).to(dtype)

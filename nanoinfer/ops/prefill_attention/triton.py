@@ -26,24 +26,24 @@ from nanoinfer.device import to_device
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
 from nanoinfer.ops.common.math import soft_capped
 from nanoinfer.ops.decode_attention.triton import LIFT, LOG2_E, MASKED, padded_head_dim
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 
 
 class Shape(NamedTuple):
-    """How the kernel is compiled for a head size: keys of a tile, warps, pipeline stages, registers of a thread."""
+    """How the kernel is compiled for a head size: keys of a tile, pipeline stages, registers of a thread."""
 
     keys: int
-    num_warps: int
     num_stages: int
     max_registers: int | None  # so few that two programs share a multiprocessor: one multiplies as the other adds up
 
 
 # By head size, padded: where a program may have 200 KiB of shared memory (measured on an H200), and where it has less.
-SHAPES = {64: Shape(128, 8, 3, 128), 128: Shape(64, 8, 3, 128), 256: Shape(64, 8, 2, None)}
+SHAPES = {64: Shape(128, 3, 128), 128: Shape(64, 3, 128), 256: Shape(64, 2, None)}
 # For a cache in 8 bits, whose conversion takes registers. Chosen by what compiles without spilling them.
-SHAPES_IN_8_BITS = {64: Shape(64, 8, 3, 128), 128: Shape(64, 8, 3, None), 256: Shape(32, 8, 2, None)}
-SMALL_SHAPES = {64: Shape(128, 8, 3, None), 128: Shape(64, 8, 3, None), 256: Shape(16, 8, 2, None)}
+SHAPES_IN_8_BITS = {64: Shape(64, 3, 128), 128: Shape(64, 3, None), 256: Shape(32, 2, None)}
+SMALL_SHAPES = {64: Shape(128, 3, None), 128: Shape(64, 3, None), 256: Shape(16, 2, None)}
 
 
 @triton.jit
@@ -251,10 +251,7 @@ def plan_prefill(
 
 def paged_prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
+    cache: LayerCache,
     tiles: Tensor,
     block_tables: Tensor,
     scale: float,
@@ -268,22 +265,22 @@ def paged_prefill_attention(
     For each chunk it computes `causal_attention` or `full_attention` in spec.py, of what `gather_context` reads there.
 
     q: (num_tokens, num_heads, head_dim), the heads of a token contiguous; num_heads a multiple of the KV heads,
-    head_dim at most 256. k_cache, v_cache: contiguous; block_size a multiple of 16. tiles: from `plan_prefill`.
+    head_dim at most 256. cache: contiguous; block_size a multiple of 16. tiles: from `plan_prefill`.
     block_tables: (num_chunks, max_blocks) int32. cu_lens: (num_chunks + 1,) int32, where each text begins and ends, for
     attention to both sides; None for causal attention.
     """
     _, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
+    _, num_kv_heads, block_size, _ = cache.k.shape
     group_size = num_heads // num_kv_heads
-    shapes = SHAPES if k_scales is None else SHAPES_IN_8_BITS
+    shapes = SHAPES if cache.k_scales is None else SHAPES_IN_8_BITS
     shape = (shapes if has_large_shared_memory(q.device) else SMALL_SHAPES)[padded_head_dim(head_dim)]
     out = q.new_empty(q.shape)
     _paged_prefill_kernel[(len(tiles), num_kv_heads)](
         q,
-        k_cache,
-        v_cache,
-        k_scales,
-        v_scales,
+        cache.k,
+        cache.v,
+        cache.k_scales,
+        cache.v_scales,
         tiles,
         block_tables,
         sinks,
@@ -303,7 +300,7 @@ def paged_prefill_attention(
         CAUSAL=cu_lens is None,
         SOFT_CAP=soft_cap,
         STAGES=shape.num_stages,
-        num_warps=shape.num_warps,
+        num_warps=8,
         maxnreg=shape.max_registers,
     )
     return out

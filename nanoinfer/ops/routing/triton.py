@@ -210,14 +210,7 @@ def route_by_sigmoid(terms, bias, num_experts_per_tok, norm_topk_prob, scaling_f
     return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, scaling_factor)
 
 
-def _route(
-    terms: Tensor,
-    bias: Tensor | None,
-    num_choices: int,
-    is_normalised: bool,
-    row_mask: Tensor | None,
-    scaling_factor: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def _route(terms, bias, num_choices, is_normalised, row_mask, scaling_factor=None):
     """Launch the kernel. scaling_factor: of weights that are sigmoids; None where they come of a softmax."""
     num_terms, num_rows, num_experts = terms.shape
     assert terms.stride(2) == 1, f"the rows of terms must be contiguous, strides {terms.stride()}"

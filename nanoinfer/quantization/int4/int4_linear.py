@@ -226,12 +226,12 @@ class Int4LinearMethod(LinearMethod):
 
     def _product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""
-        numbers, scales, zeros = self.packed(layer)[:3]
-        splits, (num_outputs, num_words) = 1, numbers.shape
+        weight, splits = self.packed(layer), 1
+        num_outputs, num_words = weight.numbers.shape
         # In float16 a partial sum could overflow where the whole does not.
         if x.dtype == torch.bfloat16 and (is_split or len(x) <= ROWS):
             splits = num_splits(len(x), num_words * PACKED, num_outputs, is_split, num_multiprocessors(x.device))
-        return int4_product(x, numbers, scales, zeros, splits)
+        return int4_product(x, weight, splits)
 
     def _step_has_few_rows(self, layer: Any, x: Tensor) -> bool:
         """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
