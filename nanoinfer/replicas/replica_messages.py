@@ -100,13 +100,13 @@ class Metrics(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a step did, where somebody listens."""
+    """What a step did; sent while functions of `LLM.on_step` are registered."""
 
     event: StepEvent
 
 
 class Changes(NamedTuple):
-    """What happened to requests after the last event, where somebody listens."""
+    """What happened to requests after the last event; sent as events are."""
 
     changes: list[RequestChange]
 
