@@ -82,7 +82,7 @@ class StepEvent:
     tokens of this one arrive.
     """
 
-    index: int  # of the step: those launched while somebody listens are counted from 0; one that fails has no event
+    index: int  # of the step, counted from 0 while functions are registered; a step that fails has no event
     started: float  # when the host began to schedule it
     launched: float  # when the host had given all its work to the device
     arrived: float  # when the host had its tokens

@@ -64,9 +64,9 @@ class PacketSections(NamedTuple):
     chunks: Annotated[Any, ChunkRecord]  # the first num_prefill_samples of them sample a token
     decode_rows: Annotated[Any, DecodeRecord]
     sampling_records: Annotated[Any, SamplingRecord]
-    stop_ids: Annotated[Any, int]  # those of the sampling records, one record after another
-    biases: Annotated[Any, TokenBias]  # likewise
-    logprob_ids: Annotated[Any, int]  # likewise
+    stop_ids: Annotated[Any, int]  # of all sampling records, one record after another; so are the next two
+    biases: Annotated[Any, TokenBias]
+    logprob_ids: Annotated[Any, int]
     hidden_states_records: Annotated[Any, HiddenStatesRecord]
     wanted_layers: Annotated[Any, int]  # whose hidden states are wanted, one states record after another
 

@@ -67,4 +67,5 @@ class DecoderSpec:
     @property
     def adds_whole_sums(self) -> bool:
         """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
-        return self.has_parallel_block or not self.has_pre_norms
+        # The kernel that all-reduces and normalises knows no other norms.
+        return self.has_parallel_block or not self.has_pre_norms or self.norm not in SCALING_NORMS

@@ -155,7 +155,7 @@ class SmallPrefillGraphs(ABC):
 
     @abstractmethod
     def compute(self, step: ForwardStep, size: int, graphs: Any) -> Tensor:
-        """Do what the model's `forward` does, by the graphs of a size that holds the step; None if there are none."""
+        """Do what the model's `forward` does. graphs: what `capture` returned for this size; None: not captured yet."""
 
     def serves(self, num_tokens: int, num_chunks: int) -> bool:
         """Return whether graphs pay for such a step: it has few tokens, or many short texts."""

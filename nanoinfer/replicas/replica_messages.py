@@ -36,9 +36,8 @@ class Requests(NamedTuple):
     token_ids: NDArray[np.int32]  # of all prompts after their prefix, one after the other
     params: list[bytes]  # each pickled by itself: a replica may not be able to read functions, and classes of users
     which_params: NDArray[np.int32]  # (num_requests,) index in `params`
-    hidden_states_requests: dict[
-        int, HiddenStatesRequest
-    ]  # of requests that want hidden states or are pooled, by their line
+    # Of requests that want hidden states or are pooled, by their line.
+    hidden_states_requests: dict[int, HiddenStatesRequest]
     are_aborted: bool  # before they have computed anything
 
 
@@ -101,13 +100,13 @@ class Metrics(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a step did, where somebody listens."""
+    """What a step did; sent while functions of `LLM.on_step` are registered."""
 
     event: StepEvent
 
 
 class Changes(NamedTuple):
-    """What happened to requests after the last event, where somebody listens."""
+    """What happened to requests after the last event; sent as events are."""
 
     changes: list[RequestChange]
 
@@ -134,7 +133,7 @@ class Chunks(NamedTuple):
     logprobs: dict[int, Any]  # of chunks that have them: PackedDicts or FlatLogprobs
 
 
-# -------- Packing and unpacking---------------------------------------------------------------------------------------
+# -------- Packing and unpacking --------------------------------------------------------------------------------------
 
 
 def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool], are_aborted: bool = False) -> Requests:

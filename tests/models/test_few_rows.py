@@ -117,6 +117,13 @@ def test_layers_that_the_fast_ways_do_not_know_stay_off_them(changes: dict[str, 
     assert layer_of(DecoderSpec(**changes)).ways == ways
 
 
+@pytest.mark.parametrize("norm", [CohereLayerNorm, type("ANewNorm", (RMSNorm,), {})])
+def test_only_norms_that_scale_leave_the_all_reduce_to_their_kernel(norm: type[RMSNorm]) -> None:
+    assert not DecoderSpec().adds_whole_sums
+    assert not DecoderSpec(norm=GemmaRMSNorm).adds_whole_sums
+    assert DecoderSpec(norm=norm).adds_whole_sums
+
+
 @pytest.mark.parametrize(
     ("traits", "products", "ways"),
     [
