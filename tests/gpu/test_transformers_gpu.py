@@ -100,6 +100,7 @@ def test_heads_beyond_those_of_the_kernels_run_by_the_specification(head_dim: in
         assert_errors_are_those_of_bfloat16(tmp_path, llm)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler says of speed
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM", "OlmoeForCausalLM"])
 def test_compiled_layers_in_graphs_and_eager_give_the_same_tokens(architecture: str, tmp_path: Path) -> None:
     write_tiny(architecture, tmp_path)
@@ -115,6 +116,7 @@ def test_compiled_layers_in_graphs_and_eager_give_the_same_tokens(architecture: 
         assert_nearly_all_equal(tokens(llm), in_graphs)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("architecture", ["GPTNeoXForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM"])
 def test_small_prefill_steps_replay_graphs_that_compute_the_same(

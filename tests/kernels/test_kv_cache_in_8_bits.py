@@ -65,7 +65,7 @@ class Write:
         positions = torch.tensor([0, 1, 2, 39, 39, 7, 20, 0])
         slots = torch.tensor(self.slots)
         qkv = qkv.clone()
-        return function(qkv, weights, 1e-5, positions, table, k, v, slots, k_scales, v_scales), cache
+        return function(qkv, weights, 1e-5, positions, table, cache, slots), cache
 
     def assert_kernel_equals_specification(self, qkv: Tensor | None = None) -> LayerCache:
         """Compare the caches bit by bit, given the same keys and values: these may differ in their last bit."""
