@@ -193,7 +193,10 @@ class ModelWeights:
     def _check_tied(self, place: Place, tensor: Tensor, name: str, given: dict[Place, str]) -> None:
         """Raise ModelError where head and embedding are tied, and an update has two that differ."""
         module = self._homes[place][0]
-        if hasattr(module, "holds") and (first := given.setdefault(place, name)) != name and not module.holds(tensor):
+        if not hasattr(module, "holds"):
+            return
+        first = given.setdefault(place, name)
+        if first != name and not module.holds(tensor):
             raise ModelError(
                 f"it differs from {first}, and config.json ties one to the other; send one of them, or load the model "
                 "with hf_overrides={'tie_word_embeddings': False}"

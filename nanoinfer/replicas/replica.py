@@ -275,8 +275,7 @@ class Replica:
             flat.copy_(torch.from_numpy(self._weights.receive_bytes(len(flat))))
             yield name, values
             self._answer(lambda: None)
-        if not isinstance(
-            message, Call
-        ):  # the end of the pipe, or an error of what reads it: `_serve` ends the replica
+        # The end of the pipe, or an error of what reads it: `_serve` ends the replica.
+        if not isinstance(message, Call):
             self._received.put(message)
             raise WorkerError("the update of weights was cut short")

@@ -356,7 +356,7 @@ def test_a_product_of_few_rows_with_a_bias_reads_4_bits_too(monkeypatch: pytest.
     method.fill_with_random_weights(layer, 1.0, torch.Generator().manual_seed(0))
     x, wide = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)), method.wide_weight(layer)
     layer.bias.fill_(2.0)
-    monkeypatch.setattr(method, "_step_has_few_rows", lambda *_: True)
+    monkeypatch.setattr(method, "_is_read_in_4_bits", lambda *_: True)
     monkeypatch.setattr(method, "wide_weight", lambda _: pytest.fail("it is widened"))
     torch.testing.assert_close(method.apply_split(layer, x, layer.bias), (x @ wide.T + 2.0).unsqueeze(0))
 

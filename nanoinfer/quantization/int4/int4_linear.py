@@ -206,7 +206,7 @@ class Int4LinearMethod(LinearMethod):
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
-        if not self._step_has_few_rows(layer, x):
+        if not self._is_read_in_4_bits(layer, x):
             return F.linear(x, self.wide_weight(layer), bias)
         sums = self._product(layer, x, is_split=False)
         out = sums[0] if len(sums) == 1 else sums.sum(0)
@@ -214,7 +214,7 @@ class Int4LinearMethod(LinearMethod):
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
-        if bias is None and self._step_has_few_rows(layer, x):
+        if bias is None and self._is_read_in_4_bits(layer, x):
             return self._product(layer, x, is_split=True)
         return self.apply(layer, x, bias).unsqueeze(0)
 
@@ -233,7 +233,7 @@ class Int4LinearMethod(LinearMethod):
             splits = num_splits(len(x), num_words * PACKED, num_outputs, is_split, num_multiprocessors(x.device))
         return int4_product(x, weight, splits)
 
-    def _step_has_few_rows(self, layer: Any, x: Tensor) -> bool:
+    def _is_read_in_4_bits(self, layer: Any, x: Tensor) -> bool:
         """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
         if self.block != BLOCK or self.config.orders_inputs or not x.is_cuda or x.dtype == torch.float32:
             return False
