@@ -19,6 +19,7 @@ from nanoinfer.control.run_trace import EventSource, RunTrace
 from nanoinfer.control.step_events import StepCallback, StepCallbacks
 from nanoinfer.control.weight_control import Control, WeightControl
 from nanoinfer.device import host_array
+from nanoinfer.engine.cache_groups.specs import FullAttentionSpec
 from nanoinfer.engine.interfaces import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.preparer import Preparer
@@ -193,7 +194,7 @@ def load_engine(found: FoundModel) -> LoadedEngine:
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
     queue = RequestQueue(engine)
-    has_blocks_alone = model_config.linear_attention is None and not runner.limits.num_windowed_groups
+    has_blocks_alone = runner.limits.groups == (FullAttentionSpec(),)
     return LoadedEngine(
         engine=engine,
         queue=queue,

@@ -33,6 +33,7 @@ EVERYBODY = {
 STEP_DATA = {
     "engine.packet",
     "engine.interfaces",
+    "engine.cache_groups.specs",
     "engine.row_options",
     "engine.token_masks",
     "engine.hidden_states_request",

@@ -24,6 +24,7 @@ from nanoinfer.bench.workloads import LOADS, Load, draw_workload
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.cache_groups.specs import FullAttentionSpec
 from nanoinfer.engine.interfaces import Recipient, RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import Packet, pack, read_header
@@ -109,10 +110,8 @@ def measure_call(load: Load) -> dict[str, float]:
             max_model_len=longest,
             num_blocks=(load.max_num_seqs + 8) * -(-longest // config.kvcache_block_size),
             max_num_seqs=load.max_num_seqs,
-            num_snapshots=0,
-            window=None,
-            num_windowed_groups=0,
-            max_prefix_group_rows=0,
+            groups=(FullAttentionSpec(),),
+            max_prefix_sharers=0,
             whole_prompts=False,
             computes_beside_host=True,
         )

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.cache_groups.specs import CacheGroupSpec
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
@@ -76,10 +77,8 @@ class RunnerLimits:
     max_model_len: int  # tokens of the longest sequence
     num_blocks: int  # of the KV cache
     max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
-    num_snapshots: int  # recurrent states that can be kept for prefix hits; 0 where the model has none, or caches none
-    window: int | None  # tokens that a token attends to in windowed groups; None if there are no such groups
-    num_windowed_groups: int  # groups of layers with a window, each with its own block tables; 0 if there are none
-    max_prefix_group_rows: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
+    groups: tuple[CacheGroupSpec, ...]  # what the layers remember of a sequence, in the order of the block tables
+    max_prefix_sharers: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
     whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
 

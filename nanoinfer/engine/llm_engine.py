@@ -13,6 +13,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.cache_groups.specs import SlidingWindowSpec, num_snapshots
 from nanoinfer.engine.extras import Extras
 from nanoinfer.engine.interfaces import Action, Constraints, Engine, Recipient, Runner, RunnerLimits, SampledStep
 from nanoinfer.engine.packet import pack
@@ -66,7 +67,7 @@ class LLMEngine(Engine):
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             stop_token_ids=stop_token_ids,
-            max_prefix_group_rows=limits.max_prefix_group_rows,
+            max_prefix_sharers=limits.max_prefix_sharers,
             whole_prompts=limits.whole_prompts,
             on_finish=self.extras.on_finish,
         )
@@ -307,15 +308,16 @@ class LLMEngine(Engine):
 def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:
     """Return what gives out the blocks of a runner's cache, by what the layers of its model remember."""
     sizes = limits.num_blocks, config.kvcache_block_size
-    if limits.num_snapshots > 0:
-        return HybridBlockManager(*sizes, limits.max_num_seqs, limits.num_snapshots)
-    if limits.window is None:
+    windows = [group for group in limits.groups if isinstance(group, SlidingWindowSpec)]
+    if num_kept := num_snapshots(limits.groups):
+        return HybridBlockManager(*sizes, limits.max_num_seqs, num_kept)
+    if not windows:
         return BlockManager(*sizes, config.enable_prefix_caching)
     return WindowedBlockManager(
         *sizes,
         config.enable_prefix_caching,
-        window=limits.window,
-        num_windowed_groups=limits.num_windowed_groups,
+        window=windows[0].window,
+        num_windowed_groups=windows[0].num_tables,
         max_chunk_tokens=config.max_num_batched_tokens,
         num_rows=limits.max_num_seqs + 1,
     )

@@ -44,7 +44,7 @@ class Scheduler:
     max_num_seqs: the most sequences in the running set. max_num_batched_tokens: the most tokens of a prefill step.
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
-    where the sequence will end before. max_prefix_group_rows: the most decode rows that attention can read a shared
+    where the sequence will end before. max_prefix_sharers: the most decode rows that attention can read a shared
     prefix for at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks.
     on_finish: is called with a running sequence that finishes, while it still holds its blocks.
     """
@@ -58,7 +58,7 @@ class Scheduler:
         max_model_len: int,
         stop_token_ids: frozenset[int] = frozenset(),
         reserved_tokens: int = RESERVED_TOKENS,
-        max_prefix_group_rows: int = 0,
+        max_prefix_sharers: int = 0,
         whole_prompts: bool = False,
         on_finish: Callable[[Sequence], object] | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class Scheduler:
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
-        self.prefix_grouper = PrefixGrouper(max_prefix_group_rows, block_manager.block_size)
+        self.prefix_grouper = PrefixGrouper(max_prefix_sharers, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
         self.num_preemptions = 0

@@ -12,6 +12,13 @@ from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import num_step_threads, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.cache_groups.specs import (
+    CacheGroupSpec,
+    FullAttentionSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    num_snapshots,
+)
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.kv_cache import KVCache, is_8_bit, select_kv_cache_dtype
@@ -108,22 +115,25 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, num_snapshots, free_bytes = self.config.max_num_seqs, 0, memory.CPU_CACHE_BYTES
+        max_num_seqs, num_kept, free_bytes = self.config.max_num_seqs, 0, memory.CPU_CACHE_BYTES
         if self.recurrent is not None:
             if self.device.type == "cuda":
                 free_bytes = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
                 free_bytes = self.tp.minimum(free_bytes, self.device)
                 max_num_seqs = self.recurrent.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
-                num_snapshots = self.recurrent.num_snapshots(max_num_seqs, free_bytes)
+                num_kept = self.recurrent.num_snapshots(max_num_seqs, free_bytes)
+        groups: list[CacheGroupSpec] = [FullAttentionSpec()]
+        if self.groups.window is not None:
+            groups.append(SlidingWindowSpec(self.groups.window, self.groups.num_groups - 1))
+        if self.recurrent is not None:
+            groups.append(RecurrentStateSpec(num_kept))
         return RunnerLimits(
             max_model_len=self.longest,
             num_blocks=1,
             max_num_seqs=max_num_seqs,
-            num_snapshots=num_snapshots,
-            window=self.groups.window,
-            num_windowed_groups=self.groups.num_groups - 1,
-            max_prefix_group_rows=self.backends.max_prefix_group_rows,
+            groups=tuple(groups),
+            max_prefix_sharers=self.backends.max_prefix_group_rows,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
         )
@@ -188,7 +198,7 @@ class Setup:
             del step, hidden  # until here, as in a step of a user's
 
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
-        shares_prefixes = limits.max_prefix_group_rows > 1 and self.config.enable_prefix_caching
+        shares_prefixes = limits.max_prefix_sharers > 1 and self.config.enable_prefix_caching
         capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
         sizes = graph_sizes(limits.max_num_seqs)
         count = len(sizes) + shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
@@ -212,7 +222,7 @@ class Setup:
         config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
         shape = memory.cache_shape(model_config, self.groups.layers_per_page, limits.num_blocks, block_size, self.tp)
         kv_cache = memory.allocate_kv_cache(shape, self.kv_cache_dtype, self.device)
-        num_states = limits.max_num_seqs + limits.num_snapshots
+        num_states = limits.max_num_seqs + num_snapshots(limits.groups)
         recurrent = self.recurrent.allocate(num_states, self.device) if self.recurrent else None
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, recurrent, self.groups.num_groups)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode

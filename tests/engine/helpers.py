@@ -34,7 +34,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 100,
     max_model_len: int | None = None,
     stop_token_ids: frozenset[int] = frozenset(),
-    max_prefix_group_rows: int = 0,
+    max_prefix_sharers: int = 0,
 ) -> Scheduler:
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size),
@@ -43,7 +43,7 @@ def make_scheduler(
         max_model_len=max_model_len or num_blocks * block_size,
         stop_token_ids=stop_token_ids,
         reserved_tokens=block_size,  # a block for each running sequence
-        max_prefix_group_rows=max_prefix_group_rows,
+        max_prefix_sharers=max_prefix_sharers,
     )
     scheduler.prefix_grouper.min_saved_tokens = 0  # tests share a few blocks
     return scheduler

@@ -568,7 +568,7 @@ def groups(batch: ScheduledBatch) -> list[tuple[list[int], int]]:
 
 
 def test_prompts_with_equal_first_blocks_decode_as_a_group() -> None:
-    scheduler = make_scheduler(block_size=2, max_prefix_group_rows=8)
+    scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 3, 4, 5], [9], [1, 2, 3, 4, 6, 7], [1, 2, 3, 4, 8])
     step(scheduler)
     batch = step(scheduler, token_id=5)
@@ -577,14 +577,14 @@ def test_prompts_with_equal_first_blocks_decode_as_a_group() -> None:
 
 
 def test_the_samples_of_one_prompt_are_a_group_without_its_last_block() -> None:
-    scheduler = make_scheduler(block_size=2, max_prefix_group_rows=8)
+    scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4])  # the last token is computed by each
     step(scheduler)
     assert groups(step(scheduler)) == [([0, 1, 2], 1)]
 
 
 def test_a_batch_without_shared_blocks_keeps_its_order_and_has_no_groups() -> None:
-    scheduler = make_scheduler(block_size=2, max_prefix_group_rows=8)
+    scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [3, 3, 3], [1, 1, 1], [2, 2, 2])
     step(scheduler)
     batch = step(scheduler)
@@ -600,7 +600,7 @@ def test_where_attention_cannot_read_a_shared_prefix_at_once_there_are_no_groups
 
 
 def test_a_sequence_joins_a_group_when_it_is_admitted_and_leaves_it_when_it_ends() -> None:
-    scheduler = make_scheduler(block_size=2, max_prefix_group_rows=8)
+    scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     for seq_id, max_tokens in enumerate((9, 3)):
         scheduler.add(make_sequence(seq_id, [1, 2, 3], max_tokens))
     step(scheduler)
@@ -615,7 +615,7 @@ def test_a_sequence_joins_a_group_when_it_is_admitted_and_leaves_it_when_it_ends
 
 
 def test_a_preempted_sequence_leaves_its_group_and_finds_it_again_when_it_is_readmitted() -> None:
-    scheduler = make_scheduler(num_blocks=10, block_size=2, max_prefix_group_rows=8)
+    scheduler = make_scheduler(num_blocks=10, block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 10], [1, 2, 11], [1, 2, 12], max_tokens=9)
     step(scheduler)  # one shared block and one block each
     for _ in range(5):
@@ -630,7 +630,7 @@ def test_a_preempted_sequence_leaves_its_group_and_finds_it_again_when_it_is_rea
 
 
 def test_sequences_of_a_failed_step_are_grouped_by_their_new_block_tables() -> None:
-    scheduler = make_scheduler(block_size=2, max_prefix_group_rows=8)
+    scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 3], [1, 2, 3], max_tokens=8)
     for _ in range(2):
         step(scheduler, token_id=7)

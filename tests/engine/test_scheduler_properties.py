@@ -75,7 +75,7 @@ class History:
             max_model_len=max_model_len,
             stop_token_ids=frozenset({STOP_TOKEN_ID}),
             reserved_tokens=random.randint(0, 4),
-            max_prefix_group_rows=random.choice([0, 2, 3, 64]),
+            max_prefix_sharers=random.choice([0, 2, 3, 64]),
         )
         self.scheduler.min_awaited_tokens = random.choice([1, 3, 1000])
         self.scheduler.min_awaited_in_all = random.choice([1, 8])

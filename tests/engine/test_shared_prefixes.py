@@ -20,8 +20,8 @@ def with_tables(*block_tables: list[int]) -> list[Sequence]:
     return seqs
 
 
-def make_prefixes(max_prefix_group_rows: int = 64) -> PrefixGrouper:
-    return PrefixGrouper(max_prefix_group_rows, BLOCK_SIZE, min_saved_tokens=0)
+def make_prefixes(max_prefix_sharers: int = 64) -> PrefixGrouper:
+    return PrefixGrouper(max_prefix_sharers, BLOCK_SIZE, min_saved_tokens=0)
 
 
 def arrange(prefixes: PrefixGrouper, decode: list[Sequence]) -> tuple[list[int], list[PrefixGroup]]:
@@ -59,14 +59,14 @@ def test_one_row_alone_is_no_group_and_no_row_at_all_is_fine() -> None:
 )
 def test_a_group_has_max_group_rows_at_most_and_two_at_least(num_rows: int, sizes: list[int]) -> None:
     decode = with_tables(*([1, 10 + row] for row in range(num_rows)))
-    _, groups = arrange(make_prefixes(max_prefix_group_rows=3), decode)
+    _, groups = arrange(make_prefixes(max_prefix_sharers=3), decode)
     assert [group.num_rows for group in groups] == sizes
 
 
-@pytest.mark.parametrize("max_prefix_group_rows", [0, 1])
-def test_there_are_no_groups_where_attention_cannot_read_a_block_for_two_rows(max_prefix_group_rows: int) -> None:
+@pytest.mark.parametrize("max_prefix_sharers", [0, 1])
+def test_there_are_no_groups_where_attention_cannot_read_a_block_for_two_rows(max_prefix_sharers: int) -> None:
     decode = with_tables([1, 10], [2, 11], [1, 12])
-    assert arrange(make_prefixes(max_prefix_group_rows), decode) == ([0, 1, 2], [])
+    assert arrange(make_prefixes(max_prefix_sharers), decode) == ([0, 1, 2], [])
 
 
 # One level of sharing: which one saves more.
@@ -104,7 +104,7 @@ def test_short_prompts_with_a_long_system_prompt_are_one_group() -> None:
 
 def test_a_group_cut_for_its_size_shares_all_that_its_rows_have_in_common() -> None:
     decode = with_tables([1, 2, 3, 10, 20], [1, 2, 3, 10, 21], [1, 2, 3, 11, 22], [1, 2, 3, 11, 23])
-    assert arrange(make_prefixes(max_prefix_group_rows=2), decode)[1] == [PrefixGroup(0, 2, 4), PrefixGroup(2, 2, 4)]
+    assert arrange(make_prefixes(max_prefix_sharers=2), decode)[1] == [PrefixGroup(0, 2, 4), PrefixGroup(2, 2, 4)]
 
 
 # Too little to be worth a second pass.
@@ -160,7 +160,7 @@ def test_a_group_with_one_row_left_is_dissolved() -> None:
 
 def test_small_groups_are_joined_where_fewer_than_three_quarters_of_the_rows_are_left() -> None:
     decode = with_tables(*([1, 10 + row] for row in range(8)))
-    prefixes = make_prefixes(max_prefix_group_rows=4)
+    prefixes = make_prefixes(max_prefix_sharers=4)
     assert arrange(prefixes, decode)[1] == [PrefixGroup(0, 4, 1), PrefixGroup(4, 4, 1)]
     assert arrange(prefixes, decode[2:])[1] == [PrefixGroup(0, 2, 1), PrefixGroup(2, 4, 1)], "six of eight stay"
     assert arrange(prefixes, decode[2:6])[1] == [PrefixGroup(0, 4, 1)]
@@ -222,7 +222,7 @@ def check(prefixes: PrefixGrouper, decode: list[Sequence]) -> int:
         assert first_row == next_row, "groups lie side by side from row 0 on, so no row is in two"
         next_row += num_rows
         seqs = order[first_row:next_row]
-        assert 2 <= num_rows <= prefixes.max_prefix_group_rows
+        assert 2 <= num_rows <= prefixes.max_prefix_sharers
         assert 1 <= num_blocks <= num_common_blocks(seqs)
         assert all(num_blocks * BLOCK_SIZE < seq.num_computed_tokens for seq in seqs)
         num_saved += (num_rows - 1) * num_blocks
@@ -261,4 +261,4 @@ def test_groups_save_about_what_the_best_common_length_saves_or_more(seed: int) 
     decode: list[Sequence] = []
     for seq_id in range(random.randint(2, 40)):
         decode.append(random_sequence(random, decode, seq_id))
-    assert check(make_prefixes(max_prefix_group_rows=1000), decode) >= 0.8 * best_level(decode)
+    assert check(make_prefixes(max_prefix_sharers=1000), decode) >= 0.8 * best_level(decode)

@@ -333,10 +333,10 @@ def answers_of_families(
     folder: Path,
     prompts: list[list[int]],
     params: list[SamplingParams],
-    max_prefix_group_rows: int | None,
+    max_prefix_sharers: int | None,
     **options: object,
 ) -> Answers:
-    """max_prefix_group_rows: 0 to have each row read its prefix for itself; None for what the kernels can."""
+    """max_prefix_sharers: 0 to have each row read its prefix for itself; None for what the kernels can."""
     from nanoinfer.layers.attention import triton
 
     num_passes = 0
@@ -354,10 +354,10 @@ def answers_of_families(
         patch.setattr(triton, "shared_prefix_attention", count)
         llm.generate(prompts, replace(GREEDY, max_tokens=1), use_tqdm=False)  # from here on, prefixes are cached
         grouper = llm.engine.scheduler.prefix_grouper
-        assert grouper.max_prefix_group_rows == 64 // 4
+        assert grouper.max_prefix_sharers == 64 // 4
         grouper.min_saved_tokens = 0
-        if max_prefix_group_rows is not None:
-            grouper.max_prefix_group_rows = max_prefix_group_rows
+        if max_prefix_sharers is not None:
+            grouper.max_prefix_sharers = max_prefix_sharers
         outputs = llm.generate(prompts, params, use_tqdm=False)
         graphs = llm.engine.runner.model_runner.state.decode_graphs
         num_graphs = sum(shares for _, shares in graphs._graphs) if graphs else 0

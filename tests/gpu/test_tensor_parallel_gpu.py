@@ -150,7 +150,7 @@ def test_several_gpus_read_a_shared_prefix_once_as_one_does(
         with LLM(folder, dtype="bfloat16", **options) as llm:
             llm.generate(prefix, SamplingParams(max_tokens=1), use_tqdm=False)
             grouper = llm.engine.scheduler.prefix_grouper
-            assert grouper.max_prefix_group_rows == 16
+            assert grouper.max_prefix_sharers == 16
             grouper.min_saved_tokens = 0
             results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     same = sum(one == two for one, two in zip(*results, strict=True))

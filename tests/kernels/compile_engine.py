@@ -142,7 +142,7 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
             steps.state.kv_cache.copy_blocks(torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
                 compute_logprobs(steps.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
-            if runner.limits.max_prefix_group_rows > 1:
+            if runner.limits.max_prefix_sharers > 1:
                 steps.decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
     finally:
         del torch.Tensor.is_cuda

@@ -46,12 +46,12 @@ class PrefixGroup(NamedTuple):
 class PrefixGrouper:
     """Arranges the sequences of each decode step by what they share, and remembers the last arrangement.
 
-    max_prefix_group_rows: the most rows of a group; below 2 there are none. block_size: tokens in a block.
+    max_prefix_sharers: the most rows of a group; below 2 there are none. block_size: tokens in a block.
     min_saved_tokens: where all groups of a step together save fewer reads of tokens, the step has none.
     """
 
-    def __init__(self, max_prefix_group_rows: int, block_size: int, min_saved_tokens: int = MIN_SAVED_TOKENS) -> None:
-        self.max_prefix_group_rows = max_prefix_group_rows
+    def __init__(self, max_prefix_sharers: int, block_size: int, min_saved_tokens: int = MIN_SAVED_TOKENS) -> None:
+        self.max_prefix_sharers = max_prefix_sharers
         self.block_size = block_size
         self.min_saved_tokens = min_saved_tokens
         self._decode: list[Sequence] = []  # the sequences of the last decode step, in the order they came
@@ -70,7 +70,7 @@ class PrefixGrouper:
         The rows of groups come first; the others stay in their order. Later steps may get the same lists, so
         callers must not change them.
         """
-        if self.max_prefix_group_rows < 2:
+        if self.max_prefix_sharers < 2:
             return decode, []
         if self._is_stale or decode != self._decode:
             if self._is_stale or len(decode) < REGROUP_BELOW * self._num_searched:
@@ -104,8 +104,8 @@ class PrefixGrouper:
         for family in by_first_block.values():
             for seqs in _split_family(family):
                 # A single row that is left over is no group.
-                for first in range(0, len(seqs) - 1, self.max_prefix_group_rows):
-                    groups.append(self._group(seqs[first : first + self.max_prefix_group_rows]))
+                for first in range(0, len(seqs) - 1, self.max_prefix_sharers):
+                    groups.append(self._group(seqs[first : first + self.max_prefix_sharers]))
         return groups
 
     def _group(self, seqs: list[Sequence]) -> Group:
