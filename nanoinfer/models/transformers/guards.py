@@ -45,26 +45,28 @@ def _errors_as_refusals(name: str) -> Iterator[None]:
 def check_mixing(model: SplitModel, vocab_size: int) -> None:
     """Raise ModelError where, with attention in which each token sees itself alone, others still matter."""
     name = type(model.model).__name__
-    first, second, third, fourth = (index % vocab_size for index in (5, 9, 17, 23))
-    whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
+    ids = [index % vocab_size for index in (5, 9, 17, 23)]
 
-    counted = _run_alone(model, [first, second, third, fourth], None)
+    def run(*positions: int) -> Tensor:
+        """Return the hidden states of a step of the text's tokens at these positions."""
+        return _run_alone(model, [ids[position] for position in positions], positions)
+
+    whole, counted = run(0, 1, 2, 3), _run_alone(model, ids, None)
     if _differ(counted, whole):
         model.first_position += 1  # of PaliGemma, say
-        whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
+        whole = run(0, 1, 2, 3)
     if _differ(counted, whole):
         raise ModelError(
             f"{name} counts the positions of a prompt otherwise than by one for each token, which is not supported"
         )
-    if _differ(_run_alone(model, [fourth, second, first, fourth], [0, 1, 2, 3])[3], whole[3]):
+    if _differ(_run_alone(model, [ids[3], ids[1], ids[0], ids[3]], range(4))[3], whole[3]):
         raise ModelError(
             f"tokens of {name} reach each other outside attention (by a convolution or a recurrent state), which is "
             "not supported; run it with transformers"
         )
-    halves = [([first, second], [0, 1]), ([third], [2]), ([fourth], [3])]
-    if _differ(torch.cat([_run_alone(model, ids, positions) for ids, positions in halves]), whole):
+    if _differ(torch.cat([run(0, 1), run(2), run(3)]), whole):
         raise ModelError(f"what a token of {name} becomes depends on how its prompt is cut, which is not supported")
-    if _differ(_run_alone(model, [fourth, first, second, third], [3, 0, 1, 2])[[1, 2, 3, 0]], whole):
+    if _differ(run(3, 0, 1, 2)[[1, 2, 3, 0]], whole):
         raise ModelError(f"sequences of {name} that are computed together reach each other, which is not supported")
 
 

@@ -70,8 +70,8 @@ class TransformersModel(nn.Module):
         self.logits_dtype = next(self.parameters()).dtype
         self._attentions = cached_attentions(config, max_positions, backends)
         self.compiled_layers: CompiledLayers | None = None
-        self._calls, self._can_be_captured = config.calls, config.captures_decode
-        self._why_no_prefill_graphs: str | None = None  # None: not asked yet; "": they can be captured
+        self._config = config
+        self._has_prefill_graphs: bool | None = None  # None: not asked yet
         stored = {name for name, _ in self.named_parameters()}
         self.ignored_weights = tuple(  # a weight that is tied has its own name once
             name for name in model.model.state_dict() if f"hf_model.{name}" not in stored
@@ -153,19 +153,19 @@ class TransformersModel(nn.Module):
         return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
 
     def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
-        layers = [layer for layer, _ in layers_of(self._split.model, self._calls)]
-        if not (layers and self._can_be_captured):
+        layers = [layer for layer, _ in layers_of(self._split.model, self._config.calls)]
+        if not (layers and self._config.captures_decode):
             return PrefillGraphs()
         sizes, always_served = sizes_that_pay(layers, max_step_tokens, not self.generates)
         if not sizes:
             return PrefillGraphs()
         graphs = TransformersPrefillGraphs(self._split, self._attentions, self.forward, sizes, always_served)
-        if self._why_no_prefill_graphs is None:
-            self._why_no_prefill_graphs = graphs.why_not() or ""
-            if self._why_no_prefill_graphs:
-                name = type(self.hf_model).__name__
-                logger.info("%s prefills without CUDA graphs: %s", name, self._why_no_prefill_graphs)
-        return PrefillGraphs(None if self._why_no_prefill_graphs else graphs)
+        if self._has_prefill_graphs is None:
+            why_not = graphs.why_not()
+            self._has_prefill_graphs = why_not is None
+            if why_not is not None:
+                logger.info("%s prefills without CUDA graphs: %s", type(self.hf_model).__name__, why_not)
+        return PrefillGraphs(graphs if self._has_prefill_graphs else None)
 
     def compiling_few_rows(self, sizes: list[int]) -> AbstractContextManager[None]:
         return nullcontext()
