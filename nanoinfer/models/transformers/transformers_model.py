@@ -53,7 +53,6 @@ class TransformersModel(nn.Module):
     max_positions: the longest sequence. backends: how attention is computed, call by call.
     """
 
-    ignored_weights: tuple[str, ...] = ()
     is_tied = False  # what is tied has one name that is read
     unused_prefixes: tuple[str, ...] = ()
 
@@ -132,8 +131,14 @@ class TransformersModel(nn.Module):
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        return self._run(step)[0][0]
+
+    def _run(self, step: ForwardStep, **options: Any) -> Any:
+        """Return what `SplitModel.run` returns of a step."""
+        if step.token_types is not None:
+            options["token_type_ids"] = step.token_types[None].long()
         with handling_attention(by_tokens(attend_in_order(self._attentions, step))):
-            return self._split.run(step.token_ids, step.positions, **self._options(step))[0][0]
+            return self._split.run(step.token_ids, step.positions, **options)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """(num_rows, hidden_size) -> logits (num_rows, vocab.size), in `out` if it is given."""
@@ -147,9 +152,8 @@ class TransformersModel(nn.Module):
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
         plain = nullcontext() if self.compiled_layers is None else self.compiled_layers.switched_off()
-        with handling_attention(by_tokens(attend_in_order(self._attentions, step))), plain:
-            options = self._options(step)
-            output = self._split.run(step.token_ids, step.positions, output_hidden_states=True, **options)
+        with plain:
+            output = self._run(step, output_hidden_states=True)
         return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
 
     def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
@@ -169,9 +173,6 @@ class TransformersModel(nn.Module):
 
     def compiling_few_rows(self, sizes: list[int]) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def _options(self, step: ForwardStep) -> dict[str, Tensor]:
-        return {} if step.token_types is None else {"token_type_ids": step.token_types[None].long()}
 
 
 def _load_weights(
