@@ -29,7 +29,6 @@ Quantization = Literal["fp8", "int4"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 DTYPES = get_args(Dtype)[1:]
 QUANTIZATIONS = get_args(Quantization)
-KV_CACHE_DTYPES = get_args(KVCacheDtype)
 SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
 # Numbers other than counts, each with its type, a test of its range, and the rule and the remedy in words.
 NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {

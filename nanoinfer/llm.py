@@ -129,22 +129,27 @@ class LLM(PoolingMethods, AsyncMethods):
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
         prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, or a
-        list, an array or a column of these. sampling_params: for all, or a list with one for each. use_tqdm: show
-        finished requests and tokens a second. priority: a whole number for each prompt (0 for all is the default);
-        higher runs first, equal ones first come first served, and lower ones give way first when memory is short.
+            list, an array or a column of these.
+        sampling_params: for all, or a list with one for each.
+        use_tqdm: show finished requests and tokens a second.
+        priority: a whole number for each prompt (0 for all is the default); higher runs first, equal ones first come
+            first served, and lower ones give way first when memory is short.
         on_finish: called with each output as its request finishes, once all prompts are checked; what it raises ends
-        the call. tokenization_kwargs: {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as
-        fit; {"add_special_tokens": False} adds none. Raises RequestError for prompts or sampling_params that cannot be
-        served. Steps begin when the first few hundred prompts are checked; if the call fails later, nothing of it is
-        left behind. on_error: with "return", prompts that cannot be served come back in their places, with
-        finish_reason "error" and the reason in `outputs[0].error`, and the rest is answered.
-
+            the call.
+        on_error: with "return", prompts that cannot be served come back in their places, with finish_reason "error" and
+            the reason in `outputs[0].error`, and the rest is answered.
+        tokenization_kwargs: {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as fit;
+            {"add_special_tokens": False} adds none.
         hidden_states: layers whose hidden states of the prompts are wanted, numbered as in transformers: 0 is the
-        embedding, the last is after the final norm, negative ones count from the end. They come as
-        `output.hidden_states`, by layer; hidden_state_positions: of the whole "prompt", or of its "last" token.
+            embedding, the last is after the final norm, negative ones count from the end. They come as
+            `output.hidden_states`, by layer.
+        hidden_state_positions: of the whole "prompt", or of its "last" token.
         on_hidden_states: called with (index of the prompt, layer, first token, states) as each chunk is launched; the
-        states are on the device, to be used in the order of its current stream, and nothing is kept. What it raises
-        ends the call.
+            states are on the device, to be used in the order of its current stream, and nothing is kept. What it raises
+            ends the call.
+
+        Steps begin when the first few hundred prompts are checked; if the call fails later, nothing of it is left
+        behind. Raises RequestError for prompts or sampling_params that cannot be served.
         """
         check_on_finish(on_finish)
         prompts = as_list_of_prompts(prompts)
@@ -182,12 +187,15 @@ class LLM(PoolingMethods, AsyncMethods):
     ) -> RequestOutputs:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
 
-        messages: a list of {"role": ..., "content": ...}, or a list or a column of such lists. tools: functions, or
-        their JSON schemas, that the model is told of. add_generation_prompt: end with the beginning of an answer;
-        continue_final_message, with add_generation_prompt=False: go on with the last message instead. chat_template: in
-        place of the tokenizer's own. chat_template_kwargs: what else the template understands, such as
-        {"enable_thinking": False}. The rest is as in `generate`, and so are the errors; RequestError also for a message
-        without role or content, and where there is no tokenizer or no template.
+        messages: a list of {"role": ..., "content": ...}, or a list or a column of such lists.
+        tools: functions, or their JSON schemas, that the model is told of.
+        add_generation_prompt: end with the beginning of an answer.
+        continue_final_message: with add_generation_prompt=False, go on with the last message instead.
+        chat_template: in place of the tokenizer's own.
+        chat_template_kwargs: what else the template understands, such as {"enable_thinking": False}.
+
+        The rest is as in `generate`, and so are the errors; RequestError also for a message without role or content,
+        and where there is no tokenizer or no template.
         """
         check_on_finish(on_finish)
         wanted = self._states_reader.read(hidden_states, hidden_state_positions, on_hidden_states)
@@ -229,13 +237,14 @@ class LLM(PoolingMethods, AsyncMethods):
     ) -> Scores:
         """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
 
-        prompts, completions: as in `generate`, as many of both, or one prompt for all completions. Two texts are joined
-        before they are tokenized, as the model would read them. The completion begins where the tokens of the whole
-        differ from those of the prompt alone, so a token across the border belongs to the completion. If that leaves no
-        token for the prompt, or if either is given as token ids, each is tokenized by itself. Prompts that begin alike
-        share the computation of what is alike. on_error: with "return", pairs that cannot be served come back in their
-        places, with the reason in `error`. Raises RequestError for such a pair, and where `logprobs_mode` is one of
-        logits.
+        prompts, completions: as in `generate`, as many of both, or one prompt for all completions.
+        on_error: with "return", pairs that cannot be served come back in their places, with the reason in `error`.
+
+        Two texts are joined before they are tokenized, as the model would read them. The completion begins where the
+        tokens of the whole differ from those of the prompt alone, so a token across the border belongs to the
+        completion. If that leaves no token for the prompt, or if either is given as token ids, each is tokenized by
+        itself. Prompts that begin alike share the computation of what is alike. Raises RequestError for a pair that
+        cannot be served, and where `logprobs_mode` is one of logits.
         """
         self.engine.check_open()
         check_scores(self.config.logprobs_mode)

@@ -10,12 +10,14 @@ from nanoinfer.outputs import html_table, short_repr, shown
 class EngineMetrics:
     """Counts the work of an LLM since it was made, and the blocks of KV cache that it uses now.
 
-    num_prompt_tokens: tokens of the prompts that were begun, once for each sample. cached_tokens: those whose keys and
-    values came from the prefix cache; prefix_hit_rate: their share. num_generated_tokens: tokens out. prefill_tokens:
-    prompt tokens computed. decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
-    num_preemptions: how often a request had to give its blocks up. num_snapshots: recurrent states that are kept for
-    prefix hits, of models that have any. prefill_seconds, decode_seconds: of the steps, from launch to collection;
-    where steps overlap, the time counts once.
+    num_prompt_tokens: tokens of the prompts that were begun, once for each sample.
+    cached_tokens: those whose keys and values came from the prefix cache; prefix_hit_rate: their share.
+    num_generated_tokens: tokens out.
+    prefill_tokens: prompt tokens computed.
+    decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
+    num_preemptions: how often a request had to give its blocks up.
+    num_snapshots: recurrent states that are kept for prefix hits, of models that have any.
+    prefill_seconds, decode_seconds: of the steps, from launch to collection; where steps overlap, the time counts once.
     """
 
     num_prompt_tokens: int = 0

@@ -111,11 +111,15 @@ def run_batch(
 
     Where none of the first lines is a request, the input is refused before anything is loaded.
 
-    load: makes the LLM, once it is clear that there is work. settings: what the answers depend on beside the other
-    arguments; a job goes on with the same ones only. overrides: sampling parameters, in place of those that the model
-    recommends, for lines that do not say. system: the system message of chats that have none. max_errors: stop at more
-    error records than that. limit: answer the first so many lines alone. retry_errors: ask lines again whose record is
-    an error. Ctrl-C stops after the step that runs. Raises JobError where input or output cannot be used.
+    load: makes the LLM, once it is clear that there is work.
+    settings: what the answers depend on beside the other arguments; a job goes on with the same ones only.
+    overrides: sampling parameters, in place of those that the model recommends, for lines that do not say.
+    system: the system message of chats that have none.
+    max_errors: stop at more error records than that.
+    limit: answer the first so many lines alone.
+    retry_errors: ask lines again whose record is an error.
+
+    Ctrl-C stops after the step that runs. Raises JobError where input or output cannot be used.
     """
     overrides = overrides or {}
     if output_path.suffix == ".gz":

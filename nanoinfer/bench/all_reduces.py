@@ -19,6 +19,7 @@ from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, SLICE_TOKENS
 multiprocessing: Any = torch.multiprocessing  # hardly typed
 FEW_TOKENS = (1, 8, 16, 32, 64, 128, 192, 256, 512)
 HIDDEN_SIZE, INTERMEDIATE_SIZE = MODELS["8B"][:2]
+NUM_REPEATS = 40
 NUM_SLICES = 4  # as in a step of 16,384 tokens: products wait for the all-reduces of four slices before
 
 
@@ -68,7 +69,7 @@ def of_few_tokens(tp: TensorParallel) -> None:
     if tp.rank == 0:
         print_row("all-reduce + norm, us; tokens", *ways)
     for num_tokens in FEW_TOKENS:
-        times = [microseconds([partial(way, num_tokens)] * 40) for way in ways.values()]
+        times = [microseconds([partial(way, num_tokens)] * NUM_REPEATS) for way in ways.values()]
         if tp.rank == 0:
             print_row(num_tokens, *(f"{time:.1f}" for time in times))
 
@@ -95,10 +96,10 @@ def in_the_background(tp: TensorParallel) -> None:
         engines.start_all_gather(slot, SLICE_TOKENS)
         return lambda: engines.gathered(slot, SLICE_TOKENS)
 
-    def time_with(start: Callable[[int], Callable[[], object]] | None, repeats: int = 40) -> float:
+    def time_with(start: Callable[[int], Callable[[], object]] | None) -> float:
         waits: list[Callable[[], object]] = []
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for index in range(repeats + NUM_SLICES):
+        for index in range(NUM_REPEATS + NUM_SLICES):
             if index == NUM_SLICES:
                 begin.record()
             if start is not None:
@@ -111,7 +112,7 @@ def in_the_background(tp: TensorParallel) -> None:
         for wait in waits:
             wait()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / repeats * 1e3
+        return begin.elapsed_time(end) / NUM_REPEATS * 1e3
 
     ways = {"alone": None, "NCCL": nccl, "copy engines": copied}
     if tp.rank == 0:

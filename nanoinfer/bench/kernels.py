@@ -40,6 +40,7 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 RATES = Rates(4.39e12, 790e12, 2, "an H200", 1400e12)  # what the floors are at; in FP8 with a scale for each row
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (16, 32), 8, 128, 256
 VOCAB_SIZE = 151936
+NUM_REPLAYS = 7  # of which the median counts
 MODELS = {  # hidden size, intermediate size, query heads, splits of o's and down's sums
     "0.6B": (1024, 3072, 16, 4),
     "4B": (2560, 9728, 32, 4),
@@ -88,7 +89,7 @@ def check_gpus(count: int) -> None:
     print(describe_source(describe_machine("cuda")))
 
 
-def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
+def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     """Return the time of one of these calls, inside a CUDA graph of them all."""
     for call in calls[:2]:
         call()
@@ -98,7 +99,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> flo
         for call in calls:
             call()
     times = []
-    for _ in range(repeats):
+    for _ in range(NUM_REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()

@@ -10,11 +10,13 @@ from nanoinfer.errors import ConfigError
 class MoEConfig:
     """Describes the mixture-of-experts MLPs of a model.
 
-    norm_topk_prob: whether the weights of a token's experts are made to sum to 1. has_experts: whether a layer has
-    experts, by layer; the others have a dense MLP. shared_size: the inner size of the expert that computes all tokens;
-    None: there is none. num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
-    scaling_factor: what the weights of a token's experts are multiplied by. swiglu_limit, swiglu_alpha: where gate and
-    up are clamped, and the slope of the gate's sigmoid, see `clamped_swiglu` of ops/experts; None: plain SwiGLU.
+    norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
+    has_experts: whether a layer has experts, by layer; the others have a dense MLP.
+    shared_size: the inner size of the expert that computes all tokens; None: there is none.
+    num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
+    scaling_factor: what the weights of a token's experts are multiplied by.
+    swiglu_limit, swiglu_alpha: where gate and up are clamped, and the slope of the gate's sigmoid, see `clamped_swiglu`
+        of ops/experts; None: plain SwiGLU.
     """
 
     num_experts: int

@@ -72,9 +72,9 @@ class Fields:
             raise self.error(name, f"it must be a whole number of at least {least}")
         return self._within(name, value, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
 
-    def optional_int(self, name: str, default: Int | None = None) -> Int | None:
+    def optional_int(self, name: str) -> Int | None:
         """Return a whole number of at least 1, or None for null."""
-        return None if self.get(name, default) is None else self.int(name, default)
+        return None if self.get(name) is None else self.int(name)
 
     def float(self, name: str, default: Float | None = None) -> Float:
         """Return a positive number."""

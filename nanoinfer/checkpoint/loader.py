@@ -6,7 +6,6 @@ Everything is accounted for: a parameter that no tensor fills, and a tensor that
 import logging
 import re
 from collections.abc import Iterator
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +82,21 @@ def _untie_if_different(model: Any, folder: Path) -> None:
 def _names_as_in_others(weights: ModelWeights, names: dict[Place, str]) -> list[str]:
     """Return what the missing tensors are called in this checkpoint: as those of other layers and experts are."""
 
-    def split(place: Place) -> tuple[str, list[str]]:
-        """Return a place without its numbers, and these: of the layer, and of the expert."""
-        path = ".".join(filter(None, place))
-        return NUMBER.sub(".#", path), NUMBER.findall(path)
+    def path_of(place: Place) -> str:
+        return ".".join(filter(None, place))
 
-    others = {split(place)[0]: name for place, name in names.items()}
-    missing = []
+    def with_numbers(name: str, path: str) -> str:
+        """Return a name with the numbers of a path in place of its own: of the layer, and of the expert."""
+        numbers = iter(NUMBER.findall(path))
+        return NUMBER.sub(lambda _: next(numbers, ""), name)
+
+    others = {NUMBER.sub(".#", path_of(place)): name for place, name in names.items()}
+    missing = dict[str, None]()
     for place, name in zip(weights.missing, weights.missing_names(), strict=True):
-        pattern, numbers = split(place)
-        words = NUMBER.split(others.get(pattern, ""))
-        missing.append(
-            "".join(chain.from_iterable(zip_longest(words, numbers[: len(words) - 1], fillvalue=""))) or name
-        )
-    return [*dict.fromkeys(missing)]
+        path = path_of(place)
+        alike = others.get(NUMBER.sub(".#", path))
+        missing[name if alike is None else with_numbers(alike, path)] = None
+    return [*missing]
 
 
 def fill_with_random_weights(model: nn.Module, std: float, seed: int) -> None:

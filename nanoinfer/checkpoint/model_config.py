@@ -40,10 +40,13 @@ class EncoderConfig:
     """Describes what encoders have and decoders lack.
 
     first_position: the row of the position table that a text's first token has; None where positions are rotations.
-    type_vocab_size: kinds of segments, such as the first and the second text of a pair; 0 for none. activation: of the
-    MLP. norm_bias: whether layer norms add a bias. window: how many tokens a layer with a window sees to either side,
-    its own included. local_layers: which layers have that window, by layer. rope_thetas: the bases of layers without a
-    window, and of those with one. head_bias, head_activation: of the dense layer of ModernBERT's classifiers.
+    type_vocab_size: kinds of segments, such as the first and the second text of a pair; 0 for none.
+    activation: of the MLP.
+    norm_bias: whether layer norms add a bias.
+    window: how many tokens a layer with a window sees to either side, its own included.
+    local_layers: which layers have that window, by layer.
+    rope_thetas: the bases of layers without a window, and of those with one.
+    head_bias, head_activation: of the dense layer of ModernBERT's classifiers.
     """
 
     activation: str

@@ -22,11 +22,14 @@ class HeadConfig:
     """Describes what stands in the place of a language-model head.
 
     kind: "none" for hidden states alone; "sequence" for a classifier of the whole text; "tokens" for one of each token;
-    "vocabulary" for the logits of a few tokens after the text. labels: of the classes, in order. problem_type: as
-    transformers has it; None where the config does not say. activation: what sentence-transformers' cross-encoders
-    apply to the logits, of ACTIVATIONS; None where it is not said. pooling: "cls" or "mean"; None where the config does
-    not say. vocabulary: the tokens of "vocabulary", as texts or ids. pad_token_id: what a decoder's classifier passes
-    over at the end of a text; None for nothing.
+        "vocabulary" for the logits of a few tokens after the text.
+    labels: of the classes, in order.
+    problem_type: as transformers has it; None where the config does not say.
+    activation: what sentence-transformers' cross-encoders apply to the logits, of ACTIVATIONS; None where it is not
+        said.
+    pooling: "cls" or "mean"; None where the config does not say.
+    vocabulary: the tokens of "vocabulary", as texts or ids.
+    pad_token_id: what a decoder's classifier passes over at the end of a text; None for nothing.
     """
 
     kind: str
@@ -57,12 +60,17 @@ class DenseConfig:
 class PoolingConfig:
     """Says what becomes of the hidden states of a text.
 
-    method: "last", "mean" or "cls" (the first) of its tokens, or "all" for each of them. activation: "normalize", or
-    one of ACTIVATIONS. labels: of classes; () for embeddings. dense: layers after pooling. dimensions: to which
-    embeddings were trained to be cut; () where that is not said. truncate_dim: to how many values a folder cuts its
-    embeddings; None for all. token_ids: of a "vocabulary" head. pad_token_id: see HeadConfig. prompts: what texts may
-    begin with, by name. max_tokens: how many sentence-transformers reads of a text. renders_texts: whether it writes
-    texts out by the chat template first.
+    method: "last", "mean" or "cls" (the first) of its tokens, or "all" for each of them.
+    activation: "normalize", or one of ACTIVATIONS.
+    labels: of classes; () for embeddings.
+    dense: layers after pooling.
+    dimensions: to which embeddings were trained to be cut; () where that is not said.
+    truncate_dim: to how many values a folder cuts its embeddings; None for all.
+    token_ids: of a "vocabulary" head.
+    pad_token_id: see HeadConfig.
+    prompts: what texts may begin with, by name.
+    max_tokens: how many sentence-transformers reads of a text.
+    renders_texts: whether it writes texts out by the chat template first.
     """
 
     method: str

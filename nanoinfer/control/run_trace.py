@@ -34,6 +34,7 @@ STEP_COUNTS = (
     "num_cached_blocks",
     "num_free_blocks",
 )
+JAVASCRIPT_TYPES = {"b": "Int8", "i": "Int32", "f": "Float32", "d": "Float64"}  # of typed arrays, by type in `array`
 KINDS = ("arrived", "admitted", "chunk", "preempted", "paused", "resumed", "finished")
 
 
@@ -116,20 +117,25 @@ class RunTrace:
 
     def _as_json(self) -> dict[str, Any]:
         origin = min([*self._times["started"][:1], *self._time], default=0.0)
-        steps = {name: _float64(array("d", [time - origin for time in times])) for name, times in self._times.items()}
-        steps |= {name: _int32(counts) for name, counts in self._counts.items()}
+
+        def encode_times(times: "array[float]") -> dict[str, str]:
+            return _encode(array("d", [time - origin for time in times]))
+
+        steps = {name: encode_times(times) for name, times in self._times.items()}
+        steps |= {name: _encode(counts) for name, counts in self._counts.items()}
+        steps |= {"gpu_seconds": _encode(self._gpu_seconds), "replica": _encode(self._replicas)}
         changes = {
-            "row": _int32(self._row),
-            "kind": _encode("Int8", self._kind),
-            "time": _float64(array("d", [time - origin for time in self._time])),
-            "until": _float64(array("d", [time - origin for time in self._until])),
-            "num_tokens": _int32(self._num_tokens),
-            "reason": _encode("Int8", self._reason),
+            "row": _encode(self._row),
+            "kind": _encode(self._kind),
+            "time": encode_times(self._time),
+            "until": encode_times(self._until),
+            "num_tokens": _encode(self._num_tokens),
+            "reason": _encode(self._reason),
         }
         return {
             "title": self.title,
             "num_left_out": self._num_left_out,
-            "steps": steps | {"gpu_seconds": _encode("Float32", self._gpu_seconds), "replica": _int32(self._replicas)},
+            "steps": steps,
             "changes": changes,
             "requests": {"request_id": [key[0] for key in self._rows], "sample": [key[1] for key in self._rows]},
             "kinds": KINDS,
@@ -137,17 +143,9 @@ class RunTrace:
         }
 
 
-def _encode(kind: str, column: "array[Any]") -> dict[str, str]:
+def _encode(column: "array[Any]") -> dict[str, str]:
     """Return a column for JSON: the name of its typed array in JavaScript, and its bytes, the lowest ones first."""
     if sys.byteorder == "big":
         column = array(column.typecode, column)
         column.byteswap()
-    return {"type": kind, "base64": base64.b64encode(column.tobytes()).decode("ascii")}
-
-
-def _float64(column: "array[float]") -> dict[str, str]:
-    return _encode("Float64", column)
-
-
-def _int32(column: "array[int]") -> dict[str, str]:
-    return _encode("Int32", column)
+    return {"type": JAVASCRIPT_TYPES[column.typecode], "base64": base64.b64encode(column.tobytes()).decode("ascii")}

@@ -59,13 +59,16 @@ Pair = tuple[Any, TokenIds, TokenIds]  # what a result is cached by, then token 
 class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped here
     """A model of the harness that runs on nanoinfer.
 
-    pretrained, options: as for `LLM`. max_length: the same as its max_model_len; longer contexts lose their first
-    tokens. truncation_side: what the contexts of generate_until lose instead: "right" or "middle". max_gen_toks: tokens
-    to generate where a task does not say. add_bos_token: whether to encode with special tokens; if not given, as the
-    tokenizer does. prefix_token_id: stands before a text that has no context; if not given, BOS, or else EOS.
-    enable_thinking, chat_template_args: for the chat template. think_end_token: the answer is what comes after its last
-    occurrence. device: as for `LLM`; but "cuda:0", which the harness's command passes by default, is the CPU where
-    there is no GPU. batch_size, max_batch_size: ignored, because the engine fills its batches itself; see max_num_seqs.
+    pretrained, options: as for `LLM`.
+    max_length: the same as its max_model_len; longer contexts lose their first tokens.
+    truncation_side: what the contexts of generate_until lose instead: "right" or "middle".
+    max_gen_toks: tokens to generate where a task does not say.
+    add_bos_token: whether to encode with special tokens; if not given, as the tokenizer does.
+    prefix_token_id: stands before a text that has no context; if not given, BOS, or else EOS.
+    enable_thinking, chat_template_args: for the chat template.
+    think_end_token: the answer is what comes after its last occurrence.
+    device: as for `LLM`; but "cuda:0", which the harness's command passes by default, is the CPU where there is no GPU.
+    batch_size, max_batch_size: ignored, because the engine fills its batches itself; see max_num_seqs.
 
     Raises ConfigError for options that contradict each other, and what `LLM` raises.
     """

@@ -99,16 +99,20 @@ def build_processor(
 ) -> "Processor":
     """Return a function that takes a dataset and returns it with completions.
 
-    model, options: as for `LLM`, such as tensor_parallel_size. concurrency: how many actors, each with an engine of its
-    own, or the least and the most of them. batch_size: rows that are handed over and answered together.
-    max_concurrent_batches: batches that are in an actor's engine at the same time. num_gpus: for each actor, perhaps a
-    fraction; if not given, tensor_parallel_size where the cluster has GPUs and `device` is not "cpu", else 0. With a
-    fraction, gpu_memory_utilization is 0.9 of it, unless it is given. sampling_params: for rows without their own.
-    chat_template_kwargs: as in `LLM.chat`. preprocess: makes the columns that the model needs, which are added to the
-    row. postprocess: makes the final row. should_continue_on_error: a row that cannot be served gets the reason
-    in the column "__inference_error__", which is "" for all others; if False, it ends the job. preprocess_map_kwargs,
-    postprocess_map_kwargs: for `Dataset.map` and `Dataset.map_batches`. map_batches_kwargs: for the actors, such as
-    num_cpus, accelerator_type and runtime_env.
+    model, options: as for `LLM`, such as tensor_parallel_size.
+    concurrency: how many actors, each with an engine of its own, or the least and the most of them.
+    batch_size: rows that are handed over and answered together.
+    max_concurrent_batches: batches that are in an actor's engine at the same time.
+    num_gpus: for each actor, perhaps a fraction; if not given, tensor_parallel_size where the cluster has GPUs and
+        `device` is not "cpu", else 0. With a fraction, gpu_memory_utilization is 0.9 of it, unless it is given.
+    sampling_params: for rows without their own.
+    chat_template_kwargs: as in `LLM.chat`.
+    preprocess: makes the columns that the model needs, which are added to the row.
+    postprocess: makes the final row.
+    should_continue_on_error: a row that cannot be served gets the reason in the column "__inference_error__", which is
+        "" for all others; if False, it ends the job.
+    preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map` and `Dataset.map_batches`.
+    map_batches_kwargs: for the actors, such as num_cpus, accelerator_type and runtime_env.
 
     A row needs a column messages, prompt (a text) or tokenized_prompt, and may have tools and sampling_params (a dict,
     in which None is the default, or a SamplingParams). postprocess finds prompt, prompt_token_ids, num_input_tokens,

@@ -82,10 +82,10 @@ class BiasedExperts(PackedExperts):
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         """Cut a tensor of all experts, (num_experts, [inputs,] outputs of all parts in turn), into shards."""
-        num_outputs = len(self.parts) * self.full_shape[0]
-        if full.dim() != (2 if param is self.bias else 3) or full.shape[::2][-1] != num_outputs:
-            check_shape(full, (len(self.weight), *([] if param is self.bias else [self.full_shape[1]]), num_outputs))
-        check_shape(full[:, ..., 0], (len(self.weight), *full.shape[1:-1]))
+        inputs: tuple[int, ...] = ()  # of a bias
+        if param is not self.bias:  # a group of inputs may have one entry, as in scales; the shards are checked
+            inputs = (full.shape[1] if full.dim() == 3 else self.full_shape[1],)
+        check_shape(full, (len(self.weight), *inputs, len(self.parts) * self.full_shape[0]))
         full = full.movedim(-1, 1)
         return {
             f"{expert}.{part}": full[expert, index :: len(self.parts)]

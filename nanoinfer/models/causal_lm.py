@@ -98,7 +98,7 @@ class DecoderForCausalLM(NativeModel):
                 name = name.removesuffix(theirs) + ours
         *path, part, kind = (self.renamed_modules.get(part, part) for part in name.split("."))
         packed, shard = self.packed_modules_mapping.get(part, (part, None))
-        if path[-2:-1] == ["experts"]:
+        if len(path) > 1 and path[-2] == "experts":  # the last part is the expert's number
             shard = f"{path.pop()}.{shard or part.removesuffix('_proj')}"
         return ".".join((*path, packed, kind)), shard
 

@@ -36,14 +36,19 @@ class PoolingMethods:
     ) -> PoolingOutputs[EmbeddingOutput]:
         """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
 
-        prompts: as in `generate`. They are pooled and normalised as the files of sentence-transformers in the model's
-        folder say. Without these files, a decoder's last token or the mean of an encoder's tokens is taken, normalised.
-        pooling_params: for all, or a list with one for each. prompt_name: the prompt in
-        config_sentence_transformers.json that texts begin with; None for its default, if it has one. on_error: with
-        "return", texts that cannot be served come back in their places, with the reason in `output.error` and NaN as
-        values. tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what
-        fits. hidden_states and its like: as in `generate`. Raises RequestError for texts that cannot be served, and
-        where the model is a classifier.
+        Texts are pooled and normalised as the files of sentence-transformers in the model's folder say. Without these
+        files, a decoder's last token or the mean of an encoder's tokens is taken, normalised.
+
+        prompts: as in `generate`.
+        pooling_params: for all, or a list with one for each.
+        prompt_name: the prompt in config_sentence_transformers.json that texts begin with; None for its default, if it
+            has one.
+        on_error: with "return", texts that cannot be served come back in their places, with the reason in
+            `output.error` and NaN as values.
+        tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what fits.
+        hidden_states and its like: as in `generate`.
+
+        Raises RequestError for texts that cannot be served, and where the model is a classifier.
         """
         wanted = self._states_reader.read(hidden_states, hidden_state_positions, on_hidden_states)
         portions = self.pooling_calls.prepare_embeddings(

@@ -139,6 +139,7 @@ class ModelRunner:
         """Return the step with what the attention backends prepare once for all layers."""
         plan, kv_cache = self._backends.plan, step.kv_cache
         windowed = tuple(plan(metadata, kv_cache, windowed=True) for metadata in step.windowed_attention)
+        # Where layers with a window have no groups of their own, all layers read the first one's block table.
         attention = plan(step.attention, kv_cache, windowed=False if windowed else None)
         routed: list[Tensor] | None = None if self.state.routing_table is None else []
         return replace(step, attention=attention, windowed_attention=windowed, routed=routed)

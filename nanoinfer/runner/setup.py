@@ -240,7 +240,7 @@ class Setup:
         return (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
             f"of {block_size} tokens {self.groups.describe(num_blocks, block_size, chunk)}in "
-            f"{str(self.kv_cache_dtype)[6:]}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
+            f"{str(self.kv_cache_dtype).removeprefix('torch.')}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
 
 

@@ -17,12 +17,15 @@ from nanoinfer.ops.prefill_attention.spec import causal_attention, full_attentio
 class AttentionSpec:
     """What a layer's attention computes. Layers with equal specs share a backend.
 
-    num_heads, num_kv_heads: query heads, and KV heads, of this rank. scale: the factor of the scores. window: how many
-    tokens each token attends to, itself included; None for all before it. has_sinks: whether each query head has a
-    sink, a score of its own without a value: exp(sink) is added to the sum that the softmax divides by (StreamingLLM,
-    Xiao et al. 2023; learned as in gpt-oss). causal: whether a token attends only to itself and to those before it;
-    otherwise to all of its text, or to `window` tokens on each side, itself counted on both. soft_cap: scaled scores
-    become soft_cap * tanh(score / soft_cap) before the softmax, so that none is larger (Gemma 2); None leaves them.
+    num_heads, num_kv_heads: query heads, and KV heads, of this rank.
+    scale: the factor of the scores.
+    window: how many tokens each token attends to, itself included; None for all before it.
+    has_sinks: whether each query head has a sink, a score of its own without a value: exp(sink) is added to the sum
+        that the softmax divides by (StreamingLLM, Xiao et al. 2023; learned as in gpt-oss).
+    causal: whether a token attends only to itself and to those before it; otherwise to all of its text, or to `window`
+        tokens on each side, itself counted on both.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before the softmax, so that none is larger (Gemma
+        2); None leaves them.
     chunk: a token attends only within the chunk of so many positions that it lies in (Llama 4); None leaves it.
     """
 

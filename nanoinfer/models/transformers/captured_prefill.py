@@ -26,7 +26,7 @@ from nanoinfer.models.transformers.split_model import SplitModel
 class KeptCall:
     """Holds what goes into an attention call and what comes out, in buffers of (size, heads, dimensions) each.
 
-    sinks: (num_heads,), if the call has them.
+    sinks: (num_heads,), if the call has them: the model's own, which each replay writes anew or leaves.
     """
 
     query: Tensor
@@ -143,7 +143,7 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
                 query=self._buffer("query", q.shape, v.dtype).copy_(q),
                 key=self._buffer("key", k.shape, v.dtype).copy_(k),
                 value=self._buffer("value", v.shape, v.dtype).copy_(v),
-                sinks=None if sinks is None else self._buffer("sinks", sinks.shape, v.dtype).copy_(sinks),
+                sinks=sinks,
                 heads=self._buffer("heads", (size, q.shape[1], v.shape[2]), v.dtype),
             )
             compute(call)
@@ -155,10 +155,8 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that has zeros at first, so that padding holds numbers from the first step on."""
-        num_rows, *others = shape
-        if name != "sinks":
-            num_rows = self.sizes[-1]
-        key = name, num_rows, *others, dtype
+        size, *others = shape
+        key = name, *others, dtype
         if key not in self._buffers:
-            self._buffers[key] = torch.zeros(num_rows, *others, dtype=dtype, device=self._token_ids.device)
-        return self._buffers[key][: shape[0]]
+            self._buffers[key] = torch.zeros(self.sizes[-1], *others, dtype=dtype, device=self._token_ids.device)
+        return self._buffers[key][:size]

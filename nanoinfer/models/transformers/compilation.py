@@ -6,6 +6,7 @@ it sees updates in place, and weights whose memory has moved.
 """
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ logger = logging.getLogger("nanoinfer")
 # How many tokens the compared steps have: one is compiled apart from all other numbers, and a prime equals no size of
 # the model, which the compiler might take for the number of tokens.
 NUM_TOKENS = (67, 1)
+LAYER = re.compile(r".+?\.\d+(?=\.|$)")  # how the name of a module within a list of layers begins
 Layers = Sequence[tuple[nn.Module, tuple[AttentionCall, ...]]]
 Outputs = list[tuple[Hashable, Any]]  # the kind of each layer that ran, and what it returned
 OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}  # the engine captures graphs itself
@@ -117,15 +119,8 @@ def layers_of(model: nn.Module, calls: Sequence[AttentionCall]) -> list[tuple[nn
     """Return the outermost modules in lists of modules that call attention, and their calls, without names."""
     found: dict[str, list[AttentionCall]] = {}
     for call in calls:
-        path = call.name.split(".")
-        for depth in range(1, len(path)):
-            try:
-                parent = model.get_submodule(".".join(path[:depth]))
-            except AttributeError:  # the call is no module's
-                break
-            if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-                found.setdefault(".".join(path[: depth + 1]), []).append(replace(call, name=""))
-                break
+        if layer := LAYER.match(call.name):
+            found.setdefault(layer[0], []).append(replace(call, name=""))
     return [(model.get_submodule(name), tuple(its)) for name, its in found.items()]
 
 

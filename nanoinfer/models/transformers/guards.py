@@ -27,8 +27,11 @@ CACHES = ("cache", "past_key_values")
 
 
 @contextmanager
-def _errors_as_refusals(name: str) -> Iterator[None]:
-    """Turn errors of a model that a guard runs into ModelErrors; a device out of memory stays what it is."""
+def _errors_as_refusals(refusal: str) -> Iterator[None]:
+    """Turn errors of a model that a guard runs into ModelErrors; a device out of memory stays what it is.
+
+    refusal: the message, with {} where the error is named.
+    """
     try:
         yield
     except ModelError:
@@ -36,35 +39,34 @@ def _errors_as_refusals(name: str) -> Iterator[None]:
     except Exception as error:  # models fail in their own ways
         if is_out_of_memory(error):
             raise
-        raise ModelError(
-            f"{name} fails when it runs a few tokens with nanoinfer's attention ({type(error).__name__}: "
-            f"{shortened(error)}); run it with transformers"
-        ) from error
+        raise ModelError(refusal.format(f"({type(error).__name__}: {shortened(error)})")) from error
 
 
 def check_mixing(model: SplitModel, vocab_size: int) -> None:
     """Raise ModelError where, with attention in which each token sees itself alone, others still matter."""
     name = type(model.model).__name__
-    first, second, third, fourth = (index % vocab_size for index in (5, 9, 17, 23))
-    whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
+    ids = [index % vocab_size for index in (5, 9, 17, 23)]
 
-    counted = _run_alone(model, [first, second, third, fourth], None)
+    def run(*positions: int) -> Tensor:
+        """Return the hidden states of a step of the text's tokens at these positions."""
+        return _run_alone(model, [ids[position] for position in positions], positions)
+
+    whole, counted = run(0, 1, 2, 3), _run_alone(model, ids, None)
     if _differ(counted, whole):
         model.first_position += 1  # of PaliGemma, say
-        whole = _run_alone(model, [first, second, third, fourth], [0, 1, 2, 3])
+        whole = run(0, 1, 2, 3)
     if _differ(counted, whole):
         raise ModelError(
             f"{name} counts the positions of a prompt otherwise than by one for each token, which is not supported"
         )
-    if _differ(_run_alone(model, [fourth, second, first, fourth], [0, 1, 2, 3])[3], whole[3]):
+    if _differ(_run_alone(model, [ids[3], ids[1], ids[0], ids[3]], range(4))[3], whole[3]):
         raise ModelError(
             f"tokens of {name} reach each other outside attention (by a convolution or a recurrent state), which is "
             "not supported; run it with transformers"
         )
-    halves = [([first, second], [0, 1]), ([third], [2]), ([fourth], [3])]
-    if _differ(torch.cat([_run_alone(model, ids, positions) for ids, positions in halves]), whole):
+    if _differ(torch.cat([run(0, 1), run(2), run(3)]), whole):
         raise ModelError(f"what a token of {name} becomes depends on how its prompt is cut, which is not supported")
-    if _differ(_run_alone(model, [fourth, first, second, third], [3, 0, 1, 2])[[1, 2, 3, 0]], whole):
+    if _differ(run(3, 0, 1, 2)[[1, 2, 3, 0]], whole):
         raise ModelError(f"sequences of {name} that are computed together reach each other, which is not supported")
 
 
@@ -76,30 +78,26 @@ def check_cache(model: SplitModel) -> None:
     """
     name, device = type(model.model).__name__, model.model.device
     ids, positions = torch.tensor([5, 9, 17, 23], device=device), torch.arange(4, device=device)
+    refusal = (
+        f"{name} answers otherwise with transformers' cache than without{{}}, so there is no right answer to follow; "
+        "run it with transformers"
+    )
     name_attention(model.model, "eager")
-    reason = ""
     try:
-        whole = model.run(ids, positions)[0][0, -1]
-        before = model.run(ids[:3], positions[:3], use_cache=True)
-        # The output has another name from transformers 5.24 on, and so has the argument, unless a class is late.
-        name_of_kept = next((cache for cache in CACHES if before.get(cache) is not None), None)
-        if name_of_kept is None:
-            raise ValueError("it returns no cache")
-        known = inspect.signature(model.layers.forward).parameters
-        argument = next((cache for cache in CACHES if cache in known), name_of_kept)
-        last = model.run(ids[3:], positions[3:], use_cache=True, **{argument: before[name_of_kept]})[0][0, -1]
-        is_same = not _differ(last, whole)
-    except Exception as error:  # models fail in their own ways
-        if is_out_of_memory(error):
-            raise
-        is_same, reason = False, f" ({type(error).__name__}: {shortened(error)})"
+        with _errors_as_refusals(refusal.format(" {}")):
+            whole = model.run(ids, positions)[0][0, -1]
+            before = model.run(ids[:3], positions[:3], use_cache=True)
+            # The output has another name from transformers 5.24 on, and so has the argument, unless a class is late.
+            name_of_kept = next((cache for cache in CACHES if before.get(cache) is not None), None)
+            if name_of_kept is None:
+                raise ValueError("it returns no cache")
+            known = inspect.signature(model.layers.forward).parameters
+            argument = next((cache for cache in CACHES if cache in known), name_of_kept)
+            last = model.run(ids[3:], positions[3:], use_cache=True, **{argument: before[name_of_kept]})[0][0, -1]
     finally:
         name_attention(model.model, ATTENTION)
-    if not is_same:
-        raise ModelError(
-            f"{name} answers otherwise with transformers' cache than without{reason}, so there is no right answer to "
-            "follow; run it with transformers"
-        )
+    if _differ(last, whole):
+        raise ModelError(refusal.format(""))
 
 
 @torch.inference_mode()
@@ -108,14 +106,11 @@ def check_head(model: SplitModel, method: str, hidden_size: int) -> None:
     name, weight = type(model.model).__name__, next(model.model.parameters())
     hidden = torch.randn(1, 3, hidden_size, dtype=weight.dtype, device=weight.device)
     pooled = {"cls": hidden[0, :1], "last": hidden[0, -1:], "mean": hidden.mean(1), "all": hidden[0]}[method]
-    try:
-        if not _differ(model.run_head(hidden)[0].reshape(len(pooled), -1), model.score(pooled).to(weight.dtype)):
-            return
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:  # heads fail in their own ways
-        raise ModelError(
-            f"the head of {name} needs more than hidden states ({error}); run it with transformers"
-        ) from error
-    raise ModelError(f"{name} pools the tokens of a text in a way of its own; run it with transformers")
+    with _errors_as_refusals(f"the head of {name} needs more than hidden states {{}}; run it with transformers"):
+        found, expected = model.run_head(hidden)[0].reshape(len(pooled), -1), model.score(pooled).to(weight.dtype)
+        differs = _differ(found, expected)
+    if differs:
+        raise ModelError(f"{name} pools the tokens of a text in a way of its own; run it with transformers")
 
 
 def _differ(found: Tensor, expected: Tensor) -> bool:
@@ -155,9 +150,10 @@ def why_not_captured(model: SplitModel) -> str | None:
 
 @torch.inference_mode()
 def _run_alone(model: SplitModel, token_ids: Sequence[int], positions: Sequence[int] | None) -> Tensor:
-    device = model.model.device
+    name, device = type(model.model).__name__, model.model.device
     places = None if positions is None else torch.tensor(positions, device=device)
-    with handling_attention(attend_alone), _errors_as_refusals(type(model.model).__name__):
+    refusal = f"{name} fails when it runs a few tokens with nanoinfer's attention {{}}; run it with transformers"
+    with handling_attention(attend_alone), _errors_as_refusals(refusal):
         return model.run(torch.tensor(token_ids, device=device), places)[0][0]
 
 

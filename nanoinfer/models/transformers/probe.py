@@ -4,6 +4,7 @@ A cache layer is an attention *call*, in order, not a module: some models call o
 sees is read off its mask: the function that transformers would fill the mask by is asked instead.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -87,14 +88,14 @@ class Probe:
     def __init__(self, model: PreTrainedModel, max_positions: int) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._max_positions = max(64, min(max_positions, MAX_PROBED_POSITIONS))
-        self._masks: list[tuple[Tensor, MaskFunction]] = []
-        self._sights: dict[int, Sight] = {}  # by mask, whose number in the list is the key
+        self._masks: dict[int, tuple[Tensor, MaskFunction]] = {}  # by the id of the mask, which is held to keep its id
+        self._sights: dict[int, Sight] = {}  # of masks, by the same ids
         self.calls: list[AttentionCall] = []
 
     def make_mask(self, function: MaskFunction, q_length: int, kv_length: int, device: torch.device) -> Tensor:
         """Return a mask by which the function is found again."""
         mask = torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
-        self._masks.append((mask, function))
+        self._masks[id(mask)] = mask, function
         return mask
 
     def attend(
@@ -144,12 +145,11 @@ class Probe:
             causal = options.get("is_causal")
             return Sight(bool(getattr(module, "is_causal", True) if causal is None else causal), window)
         whole = mask._base if mask._base is not None and mask._base.shape == mask.shape else mask
-        index = next((index for index, (known, _) in enumerate(self._masks) if known is whole), None)
-        if index is None:
+        if id(whole) not in self._masks:
             raise ModelError(f"attention of {name} has a mask that its model changed, which is not supported")
-        if index not in self._sights:
-            self._sights[index] = sight_of(self._masks[index][1], self._max_positions, name)
-        sight = self._sights[index]
+        if id(whole) not in self._sights:
+            self._sights[id(whole)] = sight_of(self._masks[id(whole)][1], self._max_positions, name)
+        sight = self._sights[id(whole)]
         if sight.causal and window is not None and sight.window != window:
             raise ModelError(f"attention of {name} has a window of {window}, and a mask of {sight}")
         return sight
@@ -187,11 +187,12 @@ class HostReads(TorchFunctionMode):
         self.found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = HOST_READS.get(func)
-        if answer is None or not args[0].is_meta or not READS_IF.get(func, _always)(*args):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        answer = HOST_READS[func](*args, **kwargs) if func in HOST_READS and args[0].is_meta else NotImplemented
+        if answer is NotImplemented:
+            return func(*args, **kwargs)
         self.found = True
-        return answer(*args, **(kwargs or {}))
+        return answer
 
 
 def _no_indices(x: Tensor, as_tuple: bool = False, **_: Any) -> Any:
@@ -199,25 +200,20 @@ def _no_indices(x: Tensor, as_tuple: bool = False, **_: Any) -> Any:
     return found.unbind(1) if as_tuple else found
 
 
-def _is_mask(_x: Tensor, index: Any, *_: Any) -> bool:
+def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype == torch.bool and index.is_meta
 
 
-def _always(*_: Any) -> bool:
-    return True
+def _split(x: Tensor, sizes: Any, dim: int = 0) -> Any:
+    were_read = isinstance(sizes, list) and sizes and not any(sizes)
+    return (x, *(x.narrow(dim, 0, 0) for _ in sizes[1:])) if were_read else NotImplemented
 
 
-# Functions that read values back for some arguments only.
-READS_IF: Mapping[Any, Callable[..., bool]] = {
-    torch.where: lambda *args: len(args) == 1,
-    Tensor.__getitem__: _is_mask,
-    Tensor.__setitem__: _is_mask,
-    Tensor.split: lambda x, sizes, *_: isinstance(sizes, list) and sizes != [] and not any(sizes),
-}
+# What these functions return on meta; NotImplemented where arguments are such that nothing is read back.
 HOST_READS: Mapping[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: lambda x, mask: x.new_empty(0, *x.shape[mask.dim() :]),
-    Tensor.__setitem__: lambda x, mask, value: None,
-    Tensor.split: lambda x, sizes, dim=0: (x, *(x.narrow(dim, 0, 0) for _ in sizes[1:])),
+    Tensor.__getitem__: lambda x, i: x.new_empty(0, *x.shape[i.dim() :]) if _is_mask(i) else NotImplemented,
+    Tensor.__setitem__: lambda x, i, value: None if _is_mask(i) else NotImplemented,
+    Tensor.split: _split,
     Tensor.item: lambda x: 0,
     Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=torch.long).tolist(),
     Tensor.__bool__: lambda x: False,
@@ -226,7 +222,7 @@ HOST_READS: Mapping[Any, Callable[..., Any]] = {
     Tensor.__float__: lambda x: 0.0,
     Tensor.nonzero: _no_indices,
     torch.nonzero: _no_indices,
-    torch.where: lambda x: _no_indices(x, as_tuple=True),
+    torch.where: lambda x, *values: NotImplemented if values else _no_indices(x, as_tuple=True),
     Tensor.__contains__: lambda x, _: False,
 }
 
@@ -239,7 +235,7 @@ def seen_alone(query: Tensor, value: Tensor) -> Tensor:
 def sight_of(function: MaskFunction, num_positions: int, name: str) -> Sight:
     """Return which tokens a mask shows, from a function of positions. Raises ModelError for any other shape.
 
-    Positions up to `num_positions` are asked: whole rows of queries at the end, and one in the middle.
+    Whole rows of some queries are asked, among `num_positions` positions.
     """
     keys = torch.arange(num_positions)
     visible = _on_cpu(function)
@@ -253,36 +249,25 @@ def sight_of(function: MaskFunction, num_positions: int, name: str) -> Sight:
         return seen[[0, -1]].tolist()
 
     last, middle = num_positions - 1, num_positions // 2
-    queries = [last, last - 1, last - 5, middle, middle + 1, 1]
-    rows = {query: row(query) for query in queries}
+    rows = {query: row(query) for query in (last, last - 1, last - 5, middle, middle + 1, 1)}
+
+    def all_begin_at(start: Callable[[int], int]) -> bool:
+        return all(begin == start(query) for query, (begin, _) in rows.items())
+
     if all(end == query for query, (_, end) in rows.items()):  # causal
-        starts = {query: start for query, (start, _) in rows.items()}
-        if not any(starts.values()):
-            return Sight(True)
-        window = last - starts[last] + 1
-        if all(start == max(0, query - window + 1) for query, start in starts.items()):
-            return Sight(True, window)
-        for chunk in _chunks(function):
-            if all(start == query // chunk * chunk for query, start in starts.items()):
-                return Sight(True, chunk=chunk)
+        # A window or a chunk has as many positions as there are queries that see the first key.
+        size = bisect_left(range(num_positions), True, lo=1, key=lambda query: row(query)[0] > 0)
+        if all_begin_at(lambda query: max(0, query - size + 1)):
+            return Sight(True, size if size < num_positions else None)
+        if all_begin_at(lambda query: query // size * size):
+            return Sight(True, chunk=size)
     else:
         ahead = rows[middle][1] - middle + 1
-        if all(rows[query] == [max(0, query - ahead + 1), min(last, query + ahead - 1)] for query in queries):
+        if all(seen == [max(0, query - ahead + 1), min(last, query + ahead - 1)] for query, seen in rows.items()):
             return Sight(False, ahead)
         if all(seen == [0, last] for seen in rows.values()):
             return Sight(False)
     raise ModelError(f"the mask of {name} is neither causal nor bidirectional, a window or chunks")
-
-
-def _chunks(function: MaskFunction) -> Iterator[int]:
-    """Yield the whole numbers that a mask's functions hold: a chunk's size is one of them."""
-    for cell in getattr(function, "__closure__", None) or ():
-        content = cell.cell_contents
-        if isinstance(content, int) and content > 0:
-            yield content
-        for part in content if isinstance(content, tuple) else (content,):
-            if isinstance(part, FunctionType):
-                yield from _chunks(part)
 
 
 def _on_cpu(function: MaskFunction) -> MaskFunction:

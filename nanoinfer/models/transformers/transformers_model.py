@@ -53,7 +53,6 @@ class TransformersModel(nn.Module):
     max_positions: the longest sequence. backends: how attention is computed, call by call.
     """
 
-    ignored_weights: tuple[str, ...] = ()
     is_tied = False  # what is tied has one name that is read
     unused_prefixes: tuple[str, ...] = ()
 
@@ -70,8 +69,8 @@ class TransformersModel(nn.Module):
         self.logits_dtype = next(self.parameters()).dtype
         self._attentions = cached_attentions(config, max_positions, backends)
         self.compiled_layers: CompiledLayers | None = None
-        self._calls, self._can_be_captured = config.calls, config.captures_decode
-        self._why_no_prefill_graphs: str | None = None  # None: not asked yet; "": they can be captured
+        self._config = config
+        self._has_prefill_graphs: bool | None = None  # None: not asked yet
         stored = {name for name, _ in self.named_parameters()}
         self.ignored_weights = tuple(  # a weight that is tied has its own name once
             name for name in model.model.state_dict() if f"hf_model.{name}" not in stored
@@ -132,8 +131,14 @@ class TransformersModel(nn.Module):
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
+        return self._run(step)[0][0]
+
+    def _run(self, step: ForwardStep, **options: Any) -> Any:
+        """Return what `SplitModel.run` returns of a step."""
+        if step.token_types is not None:
+            options["token_type_ids"] = step.token_types[None].long()
         with handling_attention(by_tokens(attend_in_order(self._attentions, step))):
-            return self._split.run(step.token_ids, step.positions, **self._options(step))[0][0]
+            return self._split.run(step.token_ids, step.positions, **options)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """(num_rows, hidden_size) -> logits (num_rows, vocab.size), in `out` if it is given."""
@@ -147,31 +152,27 @@ class TransformersModel(nn.Module):
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Return what `forward` does, and the hidden states of some layers, (num_tokens, hidden_size) each."""
         plain = nullcontext() if self.compiled_layers is None else self.compiled_layers.switched_off()
-        with handling_attention(by_tokens(attend_in_order(self._attentions, step))), plain:
-            options = self._options(step)
-            output = self._split.run(step.token_ids, step.positions, output_hidden_states=True, **options)
+        with plain:
+            output = self._run(step, output_hidden_states=True)
         return output[0][0], {layer: output.hidden_states[layer][0] for layer in layers}
 
     def prefill_graphs(self, max_step_tokens: int, captures_largest: bool) -> PrefillGraphs:
-        layers = [layer for layer, _ in layers_of(self._split.model, self._calls)]
-        if not (layers and self._can_be_captured):
+        layers = [layer for layer, _ in layers_of(self._split.model, self._config.calls)]
+        if not (layers and self._config.captures_decode):
             return PrefillGraphs()
         sizes, always_served = sizes_that_pay(layers, max_step_tokens, not self.generates)
         if not sizes:
             return PrefillGraphs()
         graphs = TransformersPrefillGraphs(self._split, self._attentions, self.forward, sizes, always_served)
-        if self._why_no_prefill_graphs is None:
-            self._why_no_prefill_graphs = graphs.why_not() or ""
-            if self._why_no_prefill_graphs:
-                name = type(self.hf_model).__name__
-                logger.info("%s prefills without CUDA graphs: %s", name, self._why_no_prefill_graphs)
-        return PrefillGraphs(None if self._why_no_prefill_graphs else graphs)
+        if self._has_prefill_graphs is None:
+            why_not = graphs.why_not()
+            self._has_prefill_graphs = why_not is None
+            if why_not is not None:
+                logger.info("%s prefills without CUDA graphs: %s", type(self.hf_model).__name__, why_not)
+        return PrefillGraphs(graphs if self._has_prefill_graphs else None)
 
     def compiling_few_rows(self, sizes: list[int]) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def _options(self, step: ForwardStep) -> dict[str, Tensor]:
-        return {} if step.token_types is None else {"token_type_ids": step.token_types[None].long()}
 
 
 def _load_weights(
