@@ -63,7 +63,7 @@ class CacheGroups(NamedTuple):
     @classmethod
     def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "CacheGroups":
         """Return the groups of a model whose sequences have so many tokens at most."""
-        if config.is_encoder:  # nothing is kept beyond a layer, so all share the memory of one
+        if config.is_encoder:  # nothing is kept when a layer is computed, so all layers share the memory of one
             layout = KVLayout.of_layer(config, 0, tp)
             return cls((TableLayout(None, PageLayout((layout,))),), (LayerPlace(),) * len(config.windows))
         layers = [
