@@ -44,7 +44,7 @@ class BlockLayout(ABC):
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.tensors(block_size, dtype))
 
     def times(self, other: "BlockLayout") -> int:
-        """Return how often the vectors of `other` fit into those here, tensor by tensor; 0 where something is left."""
+        """Return how often all tensors of `other` fit into those here; 0 where something would be left."""
         mine, others = ([prod(sizes) for sizes in layout.vectors] for layout in (self, other))
         factor = mine[0] // others[0]
         return factor if mine == [factor * size for size in others] else 0
@@ -59,8 +59,8 @@ class KVLayout(BlockLayout):
     value_size: int
 
     @classmethod
-    def of_layer(cls, config: BaseModelConfig, _index: int, tp: TensorParallel) -> "KVLayout":
-        """Return that of a model's layer with attention."""
+    def of(cls, config: BaseModelConfig, tp: TensorParallel) -> "KVLayout":
+        """Return that of a model's layers with attention."""
         num_heads = config.num_key_value_heads
         num_heads = tp.split_of_kv_heads(num_heads).shard_size(num_heads, "KV heads")
         return cls(num_heads, config.head_dim, config.head_dim)

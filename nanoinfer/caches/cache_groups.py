@@ -19,6 +19,7 @@ from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpe
 
 MAX_TABLES = 9  # more take each step too long
 MAX_EMPTY_SHARE = 0.15  # of the memory that a token takes while it is within all windows
+ENDLESS = 2**40  # tokens, more than any sequence has
 
 
 class LayerPlace(NamedTuple):
@@ -63,18 +64,18 @@ class CacheGroups(NamedTuple):
     @classmethod
     def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "CacheGroups":
         """Return the groups of a model whose sequences have so many tokens at most."""
+        layout = KVLayout.of(config, tp)
         if config.is_encoder:  # nothing is kept when a layer is computed, so all layers share the memory of one
-            layout = KVLayout.of_layer(config, 0, tp)
             return cls((TableLayout(None, PageLayout((layout,))),), (LayerPlace(),) * len(config.windows))
         layers = [
-            LayerKind(window, KVLayout.of_layer(config, index, tp))
+            LayerKind(window, layout)
             for index, window in enumerate(config.windows_within(max_positions))
             if not config.is_linear(index)
         ]
         windows = {kind.window for kind in layers}
         if config.linear_attention is not None or None not in windows or len(windows) > 2:
             # Blocks are given out for all tokens, and beside them for one window or for states.
-            layers = [LayerKind(None, layout) for _, layout in layers]
+            layers = [LayerKind(None, layout)] * len(layers)
         return cls.arrange(layers)
 
     @classmethod
@@ -116,7 +117,8 @@ class CacheGroups(NamedTuple):
     def max_tokens(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return the longest sequence that a pool of so many pages holds, a multiple of the block size."""
         num_pages -= self._num_unused
-        least, most = 0, num_pages  # in blocks
+        # In blocks. Where all tables have windows, there is no longest sequence.
+        least, most = 0, num_pages if self.tables[0].window is None else ENDLESS // block_size
         while least < most:
             middle = (least + most + 1) // 2
             fits = self.num_pages(middle * block_size, block_size, max_chunk_tokens) <= num_pages
@@ -133,10 +135,9 @@ class CacheGroups(NamedTuple):
             " or ".join(str(number) for number in sorted({*numbers}))
             for numbers in ([len(table.page.layers) for table in self.tables], windows)
         )
-        return (
-            f"of {layers} layers (one sequence of up to {self.max_tokens(num_pages, block_size, max_chunk_tokens)} "
-            f"tokens, or the windows of {num_pages // within} sequences, {sizes} tokens each) "
-        )
+        longest = self.max_tokens(num_pages, block_size, max_chunk_tokens)
+        of_all = f"one sequence of up to {longest} tokens, or " if self.tables[0].window is None else ""
+        return f"of {layers} layers ({of_all}the windows of {num_pages // within} sequences, {sizes} tokens each) "
 
     @property
     def _num_unused(self) -> int:

@@ -52,7 +52,10 @@ class KVCache:
             copy_tokens(tensor, copies)
 
     def _lay_out(self, page: PageLayout) -> list[LayerCache]:
-        """Return what each layer of a page sees. Its tensors lie in those of the page before, where they fit."""
+        """Return what each layer of a page sees.
+
+        After the first call, layers have memory of their own only for tensors that do not fit into those of the first.
+        """
         shared, of_layout = list(self._tensors), {}
         for layout, num_layers in Counter(page.layers).items():
             sides = []

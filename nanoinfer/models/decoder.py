@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.caches.block_layout import KVLayout
 from nanoinfer.caches.cache_groups import CacheGroups, LayerPlace
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -69,7 +70,7 @@ class DecoderAttention(nn.Module):
             self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if has_norms else None
         attention = AttentionSpec(
             num_heads=tp.shard_size(num_heads, "query heads"),
-            num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
+            num_kv_heads=KVLayout.of(config, tp).num_heads,
             head_dim=head_dim,
             scale=config.attention_scale,
             window=window,

@@ -76,7 +76,7 @@ def test_layers_that_see_several_blocks_in_a_page_get_ids_that_far_apart() -> No
     wide, narrow = KVLayout(1, 4, 4), KVLayout(1, 2, 2)
     groups = CacheGroups.arrange([LayerKind(None, narrow), LayerKind(None, narrow), LayerKind(8, wide)])
     tables = StepTables(2, 8, KVCache(groups, 10, 4, torch.float32, torch.device("cpu")))
-    nothing = {name: 0 for name in PacketSections._fields}
+    nothing = dict.fromkeys(PacketSections._fields, 0)
     header = Header(*[0] * (len(Header._fields) - 1), counts={**nothing, "new_blocks": 3})
     new_blocks = torch.tensor([[1, 0, 7], [1, 1, 9], [3 + 1, 0, 5]], dtype=torch.int32)
     tables.update(header, PacketSections(**(nothing | {"new_blocks": new_blocks})))

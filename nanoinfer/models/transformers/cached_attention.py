@@ -78,9 +78,9 @@ def cached_attentions(
 ) -> list[CachedAttention]:
     """Return what computes each attention call of a step. max_positions: the longest sequence."""
     windows, places = config.windows_within(max_positions), CacheGroups.of(config, max_positions, ALONE).places
-    found = []
-    for index, (call, window, place) in enumerate(zip(config.calls, windows, places, strict=True)):
-        layout, chunk = KVLayout.of_layer(config, index, ALONE), call.sight.chunk
+    layout, found = KVLayout.of(config, ALONE), []
+    for call, window, place in zip(config.calls, windows, places, strict=True):
+        chunk = call.sight.chunk
         spec = AttentionSpec(
             num_heads=call.num_heads,
             num_kv_heads=layout.num_heads,
