@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes, cumulative_lens
 from nanoinfer.ops.kv_cache.spec import LayerCache
 
@@ -59,9 +58,7 @@ class Step:
 
     def run(self, backend: AttentionBackend) -> Tensor:
         cache = self.cache
-        sides = (cache.k, cache.v, cache.k_scales, cache.v_scales)
-        kv_cache = KVCache(*(None if side is None else side.unsqueeze(0) for side in sides))
-        metadata = backend.plan(self.metadata, kv_cache)
+        metadata = backend.plan(self.metadata, cache)
         torch.empty(1, device=self.q.device).zero_()  # as in a model, another kernel comes between the two
         if isinstance(metadata, PrefillMetadata):
             return backend.prefill(self.q, self.k, self.v, cache, metadata, self.sinks)

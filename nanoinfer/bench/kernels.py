@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from nanoinfer.bench.floor import Rates, count_pairs, median_seconds
 from nanoinfer.bench.report import describe_machine, describe_source, print_row
+from nanoinfer.caches.block_layout import KVLayout
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import select_backend
-from nanoinfer.layers.attention.kv_cache import KVCache, num_cache_bytes
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -30,7 +30,7 @@ from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
-from nanoinfer.ops.kv_cache.spec import quantize_vectors
+from nanoinfer.ops.kv_cache.spec import LayerCache, quantize_vectors
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.int4.formats import Int4Config
@@ -122,7 +122,7 @@ def decode_attention() -> None:
     print_row("decode attention, TB/s; batch", *(rows for rows, _, _ in loads[:-1]), "1, with 32k")
     for dtype, heads in [(dtype, heads) for dtype in (DTYPE, torch.int8, torch.float8_e4m3fn) for heads in HEADS]:
         backend, figures = TritonBackend(attention_spec(heads, HEAD_DIM)), []
-        caches = [random_cache(1, num_blocks, HEAD_DIM, dtype) for _ in range(8)]
+        caches = [random_caches(1, num_blocks, HEAD_DIM, dtype)[0] for _ in range(8)]
         for rows, shortest, longest in loads:
             order = torch.randperm(rows, device=DEVICE)
             lens = torch.linspace(shortest, longest, rows + 2, device=DEVICE)[1:-1][order].int()
@@ -130,19 +130,23 @@ def decode_attention() -> None:
             tables = torch.randperm(num_blocks, device=DEVICE)[: rows * width].view(rows, width).int()
             step = backend.plan(DecodeMetadata(torch.empty(0), lens, tables), caches[0])
             q = randn(rows, heads, HEAD_DIM)
-            time = microseconds([partial(backend.decode, q, cache.layer(0), step) for cache in caches])
-            num_bytes = int(lens.sum()) * num_cache_bytes((KV_HEADS, HEAD_DIM), dtype)
+            time = microseconds([partial(backend.decode, q, cache, step) for cache in caches])
+            num_bytes = int(lens.sum()) * bytes_of_token(dtype)
             figures.append(f"{num_bytes / time / 1e6:.2f}")
         print_row(f"{heads} query heads, {str(dtype).removeprefix('torch.')}", *figures)
         del caches
 
 
-def random_cache(num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = DTYPE) -> KVCache:
+def bytes_of_token(dtype: torch.dtype) -> int:
+    return KVLayout(KV_HEADS, HEAD_DIM, HEAD_DIM).num_bytes(1, dtype)
+
+
+def random_caches(num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = DTYPE) -> list[LayerCache]:
     keys, values = (randn(num_layers, num_blocks, KV_HEADS, BLOCK_SIZE, head_dim) for _ in range(2))
     if dtype == DTYPE:
-        return KVCache(keys, values)
+        return [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
     (k, k_scales), (v, v_scales) = (quantize_vectors(x, dtype) for x in (keys, values))
-    return KVCache(k, v, k_scales, v_scales)
+    return [LayerCache(*sides) for sides in zip(k, v, k_scales, v_scales, strict=True)]
 
 
 def shared_prefix() -> None:
@@ -152,20 +156,19 @@ def shared_prefix() -> None:
 
     rows, num_shared, num_own = 256, 2048 // BLOCK_SIZE, 1024 // BLOCK_SIZE  # blocks
     num_layers, num_blocks = 16, num_shared + rows * num_own  # so many that their prefixes do not fit into the L2 cache
-    cache = random_cache(num_layers, num_blocks, HEAD_DIM)
-    layers = [cache.layer(index) for index in range(num_layers)]
+    layers = random_caches(num_layers, num_blocks, HEAD_DIM)
     own_lens = torch.linspace(100, 1024, rows, device=DEVICE)[torch.randperm(rows, device=DEVICE)].int()
     shared, own = torch.randperm(num_blocks, device=DEVICE).int().split((num_shared, rows * num_own))
     tables = torch.cat((shared.expand(rows, -1), own.view(rows, num_own)), dim=1)
     plain = DecodeMetadata(torch.empty(0), own_lens + num_shared * BLOCK_SIZE, tables)
-    num_bytes = (num_shared * BLOCK_SIZE + int(own_lens.sum())) * num_cache_bytes((KV_HEADS, HEAD_DIM), DTYPE)
+    num_bytes = (num_shared * BLOCK_SIZE + int(own_lens.sum())) * bytes_of_token(DTYPE)
     print_row("decode with a shared prefix, us", "each row for itself", "first pass", "both passes", "their floor")
     for heads in HEADS:
         backend, q = TritonBackend(attention_spec(heads, HEAD_DIM)), randn(rows, heads, HEAD_DIM)
         group_rows = torch.zeros_like(own_lens)
         group_rows[:: backend.max_prefix_group_rows] = backend.max_prefix_group_rows
         prefixes = SharedPrefixes(torch.full_like(own_lens, num_shared), group_rows)
-        apart, together = (backend.plan(replace(plain, shared_prefixes=its), cache) for its in (None, prefixes))
+        apart, together = (backend.plan(replace(plain, shared_prefixes=its), layers[0]) for its in (None, prefixes))
         groups = together.plans[backend.spec].groups
         assert groups is not None, "full attention reads shared prefixes once"
         first_pass = groups, prefixes.num_group_rows, backend.spec.scale
@@ -191,8 +194,7 @@ def prefill_attention() -> None:
         step = PrefillMetadata.of_whole_prompts([length] * num_seqs, tables)
         for heads, head_dim in shapes:
             spec = attention_spec(heads, head_dim, window)
-            cache, qs = random_cache(4, num_blocks, head_dim), randn(4, num_seqs * length, heads, head_dim)
-            layers = [cache.layer(index) for index in range(len(qs))]
+            layers, qs = random_caches(4, num_blocks, head_dim), randn(4, num_seqs * length, heads, head_dim)
             # The same memory as tokens that lie end to end, and by way of blocks.
             ends = [
                 (q, *(x.view(-1, KV_HEADS, head_dim) for x in (kv.k, kv.v))) for q, kv in zip(qs, layers, strict=True)
@@ -201,7 +203,7 @@ def prefill_attention() -> None:
             ways: list[list[Callable[[], Tensor]]] = [[] for _ in columns]
             for way, backend in enumerate((TritonBackend(spec), find_backend("triton", spec))):
                 if way == 0 or getattr(backend, "has_hopper_kernel", False):
-                    its = backend.plan(step, cache)
+                    its = backend.plan(step, layers[0])
                     ways[way] = [partial(backend.prefill, *qkv, kv, its) for qkv, kv in zip(ends, layers, strict=True)]
             if flash_attn := find_flash_attn(spec):
                 for way, qkvs, block_tables in ((2, ends, None), (3, paged, tables)):

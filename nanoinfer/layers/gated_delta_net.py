@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.caches.recurrent_states import LayerStates
 from nanoinfer.checkpoint.base_config import LinearAttentionConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, wide_rows
-from nanoinfer.layers.recurrent_states import LayerStates
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.delta_rule.spec import gated_delta_prefill, gated_delta_step
 

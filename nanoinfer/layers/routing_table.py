@@ -19,13 +19,15 @@ from nanoinfer.ops.block_tables.spec import copy_tokens
 class RoutingTable:
     """Remembers the experts of every token in the cache.
 
-    moe: of the model. num_blocks, block_size: of the cache.
+    moe: of the model. num_blocks, block_size: of the cache. id_stride: of the first block table, see `PageLayout`.
     """
 
-    def __init__(self, moe: MoEConfig, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, moe: MoEConfig, num_blocks: int, block_size: int, device: torch.device, id_stride: int = 1
+    ) -> None:
         self._layers = [index for index, has_experts in enumerate(moe.has_experts) if has_experts]
         self._num_layers = len(moe.has_experts)
-        self._block_size = block_size
+        self._block_size, self._id_stride = block_size, id_stride
         # A block more than the cache has: what skips the write to the cache, at slot -1, is written there.
         shape = len(self._layers), num_blocks + 1, 1, block_size, moe.num_experts_per_tok
         self._ids = torch.zeros(shape, dtype=_id_dtype(moe), device=device)
@@ -38,6 +40,9 @@ class RoutingTable:
 
     def write(self, slots: Tensor, routed: list[Tensor]) -> None:
         """Enter the experts of a step's tokens. slots: (num_tokens,) int64. routed: (num_tokens, k) of each layer."""
+        if self._id_stride > 1:
+            blocks = slots // self._block_size // self._id_stride
+            slots = torch.where(slots < 0, slots, blocks * self._block_size + slots % self._block_size)
         self._by_slot[:, slots] = torch.stack(routed).to(self._by_slot.dtype)
 
     def copy_blocks(self, copies: Tensor) -> None:

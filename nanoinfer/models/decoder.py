@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.cache_groups import CacheGroups, LayerPlace
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet
 from nanoinfer.layers.layernorm import ResidualStream, ResidualSum, RMSNorm, WholeNorm, normalise_wholly
 from nanoinfer.layers.linear import (
@@ -69,7 +70,7 @@ class DecoderAttention(nn.Module):
             self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if has_norms else None
         attention = AttentionSpec(
             num_heads=tp.shard_size(num_heads, "query heads"),
-            num_kv_heads=tp.split_of_kv_heads(num_kv_heads).shard_size(num_kv_heads, "KV heads"),
+            num_kv_heads=KVLayout.of(config, tp).num_heads,
             head_dim=head_dim,
             scale=config.attention_scale,
             window=window,
@@ -78,7 +79,7 @@ class DecoderAttention(nn.Module):
         )
         self.sinks = ShardedVector(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim
-        self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention))
+        self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention, place))
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -100,7 +101,7 @@ class DecoderAttention(nn.Module):
             qkv, norm_weights = normalise_wholly(qkv, self.q_norm, self.k_norm), None
         else:
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        cache, metadata = step.kv_cache.layer(self.place.layer), step.attention_of(self.place.group)
+        cache, metadata = step.kv_cache.layer(self.place), step.attention_of(self.place.table)
         sinks = None if self.sinks is None else self.sinks.weight
         heads = self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
         return heads if gates is None else heads * gates
@@ -168,7 +169,7 @@ class DecoderLayer(Layer):
         spec: DecoderSpec,
         index: int,
         window: int | None,
-        groups: KVCacheGroups,
+        groups: CacheGroups,
         rotary_emb: RotaryEmbedding,
         backends: AttentionBackends,
         tp: TensorParallel,
@@ -256,7 +257,7 @@ class Decoder(LayerStack):
         self.tp = tp
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
-        windows, groups = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions)
+        windows, groups = config.windows_within(max_positions), CacheGroups.of(config, max_positions, tp)
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
         layers = (
             DecoderLayer(config, spec, index, window, groups, embedding, backends, tp)

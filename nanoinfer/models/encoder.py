@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.caches.cache_groups import LayerPlace
 from nanoinfer.checkpoint.model_config import EncoderConfig, ModelConfig, RopeConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
@@ -73,11 +74,11 @@ class EncoderAttention(nn.Module):
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, tp, is_sum_whole=True)
         heads = tp.shard_size(num_heads, "attention heads")
         spec = AttentionSpec(heads, heads, head_dim, config.attention_scale, window, causal=False)
-        self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec))
+        self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec, LayerPlace()))
 
     def attend(self, qkv: Tensor, step: ForwardStep) -> Tensor:
         """Return the heads' outputs, (num_tokens, o_proj's input size). qkv: what qkv_proj returns."""
-        return self.attn(qkv, None, step.positions, step.kv_cache.layer(0), step.attention).flatten(1)
+        return self.attn(qkv, None, step.positions, step.kv_cache.layer(LayerPlace()), step.attention).flatten(1)
 
 
 class EncoderMLP(nn.Module):

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanoinfer.layers.attention.kv_cache import KVCache
+from nanoinfer.caches.kv_cache import KVCache
+from nanoinfer.caches.recurrent_states import RecurrentStates
 from nanoinfer.layers.attention.metadata import Metadata
-from nanoinfer.layers.recurrent_states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,15 @@ class ForwardStep:
     token_ids: Tensor  # (num_tokens,) int32
     positions: Tensor  # (num_tokens,) int64, each within its sequence
     kv_cache: KVCache
-    attention: Metadata  # of a prefill step or of a decode step: lengths, slots, block tables
+    attention: Metadata  # of a prefill step or of a decode step: lengths, slots, the first block table of the rows
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
     recurrent_states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
     rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
-    windowed_attention: tuple[Metadata, ...] = ()  # of the groups of layers beside the first: other slots and tables
+    more_attention: tuple[Metadata, ...] = ()  # by the block tables after the first: other slots, and maybe windows
     token_types: Tensor | None = None  # (num_tokens,) int32: 1 in the second text of a pair; None where all are 0
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
     routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
-    def attention_of(self, group: int) -> Metadata:
-        """Return the metadata of a group of layers: see `kv_cache_groups.py`."""
-        return self.windowed_attention[group - 1] if group else self.attention
+    def attention_of(self, table: int) -> Metadata:
+        """Return the metadata by a block table: see `caches/cache_groups.py`."""
+        return self.more_attention[table - 1] if table else self.attention

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.engine.packet import Header, PacketSections
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs

@@ -5,13 +5,11 @@ from collections.abc import Callable
 
 import torch
 
+from nanoinfer.caches.cache_groups import CacheGroups
+from nanoinfer.caches.kv_cache import KVCache, page_bytes
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import zeros
-from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.kv_cache import KVCache, num_cache_bytes, tensors_of_cache
-from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
 
 CPU_CACHE_BYTES = 4 * 2**30  # the cache's size on a CPU unless num_kvcache_blocks says otherwise; taken as it is used
 GIB = 2**30
@@ -21,17 +19,6 @@ MAX_FREE_SHARE = 0.98  # of what other programs leave free on a GPU, the most th
 def max_step_tokens(config: EngineConfig, model_config: BaseModelConfig, max_num_seqs: int) -> int:
     """Return the most tokens of a prefill step, which has at most one chunk of each row of the tables."""
     return min(config.max_num_batched_tokens, max_num_seqs * model_config.longest_sequence(config.max_model_len))
-
-
-def cache_shape(
-    config: BaseModelConfig, num_layers: int, num_blocks: int, block_size: int, tp: TensorParallel
-) -> tuple[int, ...]:
-    """Return the shape of the keys, and of the values.
-
-    It is (num_layers, num_blocks, this rank's KV heads, block_size, head_dim). num_layers: those of a block.
-    """
-    num_kv_heads = tp.split_of_kv_heads(config.num_key_value_heads).shard_size(config.num_key_value_heads, "KV heads")
-    return (num_layers, num_blocks, num_kv_heads, block_size, config.head_dim)
 
 
 def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -72,40 +59,29 @@ def grantable_bytes(share: float, free_at_start: int, device: torch.device) -> i
     return int(min(total * share, free_at_start * MAX_FREE_SHARE)) - (free_at_start - free)
 
 
-def num_blocks_in(
-    free_bytes: int,
-    config: BaseModelConfig,
-    groups: KVCacheGroups,
-    block_size: int,
-    dtype: torch.dtype,
-    tp: TensorParallel,
-    other_bytes: int = 0,
-) -> int:
-    """Return how many blocks fit into `free_bytes`. Raises ConfigError if not even one does for each group of layers.
-
-    Where there are several groups, page 0 counts too, which nobody is given. other_bytes: what a block takes beside its
-    keys and values.
-    """
-    shape = cache_shape(config, groups.layers_per_page, 1, block_size, tp)
-    bytes_per_block = num_cache_bytes(shape, dtype) + other_bytes
-    if free_bytes < bytes_per_block * groups.num_pages_of(1):
+def num_blocks_in(free_bytes: int, page_bytes: int, least: int, block_size: int) -> int:
+    """Return how many pages of so many bytes fit into `free_bytes`. Raises ConfigError where fewer than `least` do."""
+    if free_bytes < page_bytes * least:
         raise ConfigError(
             f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
-            f"{bytes_per_block / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+            f"{page_bytes / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
             "max_num_seqs, free the memory that other programs hold (and if one is just starting, wait for it), or use "
             "a smaller model or kvcache_block_size"
         )
-    return free_bytes // bytes_per_block
+    return free_bytes // page_bytes
 
 
-def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
-    """Return a cache of zeros; unwritten memory must not be NaN, since 0 x NaN is NaN. shape: see `cache_shape`."""
+def allocate_kv_cache(
+    groups: CacheGroups, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Return a cache of so many pages. Raises ConfigError where the device has too little memory."""
     try:
-        return KVCache(*(zeros(*tensor, device) for tensor in tensors_of_cache(shape, dtype)))
+        return KVCache(groups, num_blocks, block_size, dtype, device)
     except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
+        num_bytes = num_blocks * page_bytes(groups, block_size, dtype)
         raise ConfigError(
-            f"num_kvcache_blocks={shape[1]} needs {num_cache_bytes(shape, dtype) / GIB:.1f} GiB, more than {device} "
-            "has free; set it lower, or free the memory that other programs hold"
+            f"num_kvcache_blocks={num_blocks} needs {num_bytes / GIB:.1f} GiB, more than {device} has free; set it "
+            "lower, or free the memory that other programs hold"
         ) from None
 
 

@@ -138,11 +138,10 @@ class ModelRunner:
     def planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
         plan, kv_cache = self._backends.plan, step.kv_cache
-        windowed = tuple(plan(metadata, kv_cache, windowed=True) for metadata in step.windowed_attention)
-        # Where layers with a window have no groups of their own, all layers read the first one's block table.
-        attention = plan(step.attention, kv_cache, windowed=False if windowed else None)
+        attention = plan(step.attention, kv_cache, 0)
+        more = tuple(plan(metadata, kv_cache, table) for table, metadata in enumerate(step.more_attention, 1))
         routed: list[Tensor] | None = None if self.state.routing_table is None else []
-        return replace(step, attention=attention, windowed_attention=windowed, routed=routed)
+        return replace(step, attention=attention, more_attention=more, routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.symmetric_memory is not None:

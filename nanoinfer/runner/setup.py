@@ -7,24 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanoinfer.caches.block_layout import is_8_bit, select_kv_cache_dtype
+from nanoinfer.caches.cache_groups import CacheGroups
+from nanoinfer.caches.kv_cache import KVCache, page_bytes
+from nanoinfer.caches.recurrent_states import StateLayout
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import num_step_threads, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.cache_groups.specs import (
-    CacheGroupSpec,
-    FullAttentionSpec,
-    RecurrentStateSpec,
-    SlidingWindowSpec,
-    num_snapshots,
-)
+from nanoinfer.engine.cache_groups.specs import RecurrentStateSpec, num_snapshots
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.kv_cache import KVCache, is_8_bit, select_kv_cache_dtype
-from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups
 from nanoinfer.layers.attention.metadata import PrefillMetadata
-from nanoinfer.layers.recurrent_states import StateShape
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
@@ -80,12 +75,14 @@ class Setup:
         return self.model_config.longest_sequence(self.config.max_model_len)
 
     @property
-    def groups(self) -> KVCacheGroups:
-        return KVCacheGroups.of(self.model_config, self.longest)
+    def groups(self) -> CacheGroups:
+        """How layers with attention share the KV cache."""
+        return CacheGroups.of(self.model_config, self.longest, self.tp)
 
     @property
-    def recurrent(self) -> StateShape | None:
-        return StateShape.of(self.model_config, self.dtype, self.tp)
+    def states(self) -> StateLayout | None:
+        """What layers with linear attention keep of a sequence; None without such layers."""
+        return StateLayout.of(self.model_config, self.dtype, self.tp)
 
     @property
     def pooling(self) -> PoolingConfig:
@@ -115,24 +112,21 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, num_kept, free_bytes = self.config.max_num_seqs, 0, memory.CPU_CACHE_BYTES
-        if self.recurrent is not None:
+        max_num_seqs, groups = self.config.max_num_seqs, self.groups.specs
+        if self.states is not None:
+            num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
             if self.device.type == "cuda":
                 free_bytes = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
                 free_bytes = self.tp.minimum(free_bytes, self.device)
-                max_num_seqs = self.recurrent.max_rows(max_num_seqs, free_bytes)
+                max_num_seqs = self.states.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
-                num_kept = self.recurrent.num_snapshots(max_num_seqs, free_bytes)
-        groups: list[CacheGroupSpec] = [FullAttentionSpec()]
-        if self.groups.window is not None:
-            groups.append(SlidingWindowSpec(self.groups.window, self.groups.num_groups - 1))
-        if self.recurrent is not None:
-            groups.append(RecurrentStateSpec(num_kept))
+                num_kept = self.states.num_snapshots(max_num_seqs, free_bytes)
+            groups += (RecurrentStateSpec(num_kept),)
         return RunnerLimits(
             max_model_len=self.longest,
             num_blocks=1,
             max_num_seqs=max_num_seqs,
-            groups=tuple(groups),
+            groups=groups,
             max_prefix_sharers=self.backends.max_prefix_group_rows,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
@@ -144,15 +138,8 @@ class Setup:
         if num_blocks is None:
             moe = self.model_config.moe if self.config.enable_return_routed_experts else None
             routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
-            num_blocks = memory.num_blocks_in(
-                free_bytes,
-                self.model_config,
-                groups,
-                block_size,
-                self.kv_cache_dtype,
-                self.tp,
-                other_bytes=routing_bytes,
-            )
+            num_bytes = page_bytes(groups, block_size, self.kv_cache_dtype) + routing_bytes
+            num_blocks = memory.num_blocks_in(free_bytes, num_bytes, groups.num_pages_of(1), block_size)
             if limits.whole_prompts:  # blocks serve one step, while the next is planned: those of two steps suffice
                 blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
                 num_blocks = min(num_blocks, 2 * blocks_of_step)
@@ -220,17 +207,18 @@ class Setup:
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
-        shape = memory.cache_shape(model_config, self.groups.layers_per_page, limits.num_blocks, block_size, self.tp)
-        kv_cache = memory.allocate_kv_cache(shape, self.kv_cache_dtype, self.device)
+        sizes = limits.num_blocks, block_size, self.kv_cache_dtype
+        kv_cache = memory.allocate_kv_cache(self.groups, *sizes, self.device)
         num_states = limits.max_num_seqs + num_snapshots(limits.groups)
-        recurrent = self.recurrent.allocate(num_states, self.device) if self.recurrent else None
-        tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, recurrent, self.groups.num_groups)
+        states = self.states.allocate(num_states, self.device) if self.states else None
+        tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, self.tp, mode)
         pooler = Pooler(model, self.pooling, dense)
         routing_table = None
         if config.enable_return_routed_experts and model_config.moe is not None:
-            routing_table = RoutingTable(model_config.moe, limits.num_blocks, block_size, self.device)
+            sizes_of_table = limits.num_blocks, block_size, self.device, kv_cache.id_strides[0]
+            routing_table = RoutingTable(model_config.moe, *sizes_of_table)
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, routing_table)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_step_threads(model, self.device))
 
@@ -248,7 +236,7 @@ def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> Forwar
     """Return a prefill step of so many tokens, in the longest sequences, that has logits for all `rows`."""
     device, longest = rows.device, tables.token_ids.shape[1] - 1
     lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-    attention, *windowed = (PrefillMetadata.of_whole_prompts(lens, x) for x in tables.tables_of_groups)
+    attention, *more = (PrefillMetadata.of_whole_prompts(lens, table) for table in tables.tables)
     return ForwardStep(
         token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
         positions=torch.arange(num_tokens, device=device) % longest,
@@ -256,6 +244,6 @@ def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> Forwar
         outputs=rows % num_tokens,
         kv_cache=tables.kv_cache,
         attention=attention,
-        windowed_attention=tuple(windowed),
+        more_attention=tuple(more),
         recurrent_states=tables.recurrent_states,
     )

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanoinfer.caches.kv_cache import KVCache
+from nanoinfer.caches.recurrent_states import RecurrentStates
 from nanoinfer.engine.packet import Header, PacketSections, column
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
     PrefillMetadata,
@@ -18,7 +19,6 @@ from nanoinfer.layers.attention.metadata import (
     cumulative_lens,
     ragged_indices,
 )
-from nanoinfer.layers.recurrent_states import RecurrentStates
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.block_tables.spec import read_rows, slots_of
 
@@ -30,8 +30,8 @@ class StepTables:
 
     token_ids: (rows, max_model_len + 1) int32.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
-    block_tables: (num_groups * rows, max_blocks) int32, which blocks of `kv_cache` a row has; those of one group of
-    layers after those of another.
+    block_tables: (num_tables * rows, max_blocks) int32, which blocks of `kv_cache` a row has: the first tables of all
+    rows, then the second ones.
     recurrent_states: what layers with linear attention remember of the rows; None without such layers.
     """
 
@@ -41,14 +41,16 @@ class StepTables:
         max_model_len: int,
         kv_cache: KVCache,
         recurrent_states: RecurrentStates | None = None,
-        num_groups: int = 1,
     ) -> None:
-        rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // kv_cache.block_size), kv_cache.k.device
+        rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // kv_cache.block_size), kv_cache.device
         self.kv_cache, self.recurrent_states = kv_cache, recurrent_states
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(num_groups * rows, max_blocks, dtype=torch.int32, device=device)
-        self.tables_of_groups = self.block_tables.split(rows)  # (rows, max_blocks) each
+        strides = kv_cache.id_strides
+        self.block_tables = torch.zeros(len(strides) * rows, max_blocks, dtype=torch.int32, device=device)
+        self.tables = self.block_tables.split(rows)  # (rows, max_blocks) each
+        # What the ids in a line of block_tables are multiplied by; None if it is 1 in all.
+        self._id_strides = torch.tensor(strides, device=device).repeat_interleave(rows) if max(strides) > 1 else None
 
     def update(self, header: Header, sections: PacketSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
@@ -59,6 +61,8 @@ class StepTables:
             self.token_ids[rows[segments], columns] = sections.known_tokens[:, 0]
         if header.counts["new_blocks"]:
             rows, columns, block_ids = sections.new_blocks.long().unbind(1)
+            if self._id_strides is not None:
+                block_ids = block_ids * self._id_strides[rows]
             self.block_tables[rows, columns] = block_ids.int()
 
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
@@ -76,18 +80,18 @@ class StepTables:
             context_lens=tuple(start + length for _, start, length in host_chunks),
             cu_query_lens=cu_query_lens,
             cu_context_lens=cumulative_lens((starts + lens).int()),
-            slot_mapping=slots_of(self.tables_of_groups[0], token_rows, positions, self.kv_cache.block_size),
-            block_tables=self.tables_of_groups[0][rows],
+            slot_mapping=slots_of(self.tables[0], token_rows, positions, self.kv_cache.block_size),
+            block_tables=self.tables[0][rows],
             num_blocks=header.num_prefill_blocks,
         )
-        windowed = tuple(
+        more = tuple(
             replace(
                 attention,
                 slot_mapping=slots_of(tables, token_rows, positions, self.kv_cache.block_size),
                 block_tables=tables[rows],
                 num_blocks=0,
             )
-            for tables in self.tables_of_groups[1:]
+            for tables in self.tables[1:]
         )
         # The chunks that sample a token are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
@@ -99,7 +103,7 @@ class StepTables:
             outputs=last_tokens,
             recurrent_states=self.recurrent_states,
             rows=chunks[:, 0],
-            windowed_attention=windowed,
+            more_attention=more,
         )
 
     def decode_step(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> ForwardStep:
@@ -108,7 +112,7 @@ class StepTables:
         rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
         """
         tables, block_size = (self.token_ids, self.context_lens), self.kv_cache.block_size
-        read = [read_rows(rows, *tables, block_tables, block_size) for block_tables in self.tables_of_groups]
+        read = [read_rows(rows, *tables, block_tables, block_size) for block_tables in self.tables]
         token_ids, positions, slots, context_lens, blocks = read[0]
         return ForwardStep(
             token_ids=token_ids,
@@ -117,5 +121,5 @@ class StepTables:
             attention=DecodeMetadata(slots, context_lens, blocks, shared_prefixes),
             recurrent_states=self.recurrent_states,
             rows=rows,
-            windowed_attention=tuple(DecodeMetadata(slots, lens, blocks) for _, _, slots, lens, blocks in read[1:]),
+            more_attention=tuple(DecodeMetadata(slots, lens, blocks) for _, _, slots, lens, blocks in read[1:]),
         )

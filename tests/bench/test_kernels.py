@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from nanoinfer.__main__ import main
 from nanoinfer.bench import kernels
+from nanoinfer.caches.block_layout import KVLayout
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.kv_cache import KVCache, num_cache_bytes, tensors_of_cache
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.moe import Experts
 from nanoinfer.ops.common.fp8_format import QuantizedRows
+from nanoinfer.ops.kv_cache.spec import LayerCache
 from nanoinfer.quantization import method_selection
 
 pytest.importorskip("triton")
@@ -42,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[inspect.BoundArguments]:
     monkeypatch.setattr(triton_backend, "plan_decode", plan_decode)
     monkeypatch.setattr(kernels, "microseconds", microseconds)
     monkeypatch.setattr(kernels, "randn", lambda *shape: torch.empty(*shape, dtype=torch.float16))
-    monkeypatch.setattr(kernels, "random_cache", empty_cache)
+    monkeypatch.setattr(kernels, "random_caches", empty_caches)
     monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(kernels, "HEADS", (2, 4))
     monkeypatch.setattr(kernels, "KV_HEADS", 1)
@@ -50,10 +51,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[inspect.BoundArguments]:
     return found
 
 
-def empty_cache(num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
+def empty_caches(
+    num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> list[LayerCache]:
     """As much of one as is looked at: memory that is never touched costs nothing."""
-    shape = num_layers, num_blocks, kernels.KV_HEADS, kernels.BLOCK_SIZE, head_dim
-    return KVCache(*(torch.empty(sizes, dtype=dtype) for sizes, dtype in tensors_of_cache(shape, dtype)))
+    tensors = KVLayout(kernels.KV_HEADS, head_dim, head_dim).tensors(kernels.BLOCK_SIZE, dtype)
+    return [
+        LayerCache(*(torch.empty(num_blocks, *shape, dtype=dtype) for shape, dtype in tensors))
+        for _ in range(num_layers)
+    ]
 
 
 def rows_of(printed: str) -> list[list[str]]:
@@ -71,7 +77,7 @@ def test_decode_attention_is_timed_for_eight_loads(
     assert [row[0] for row in rows[2:5]] == ["4 query heads, bfloat16", "2 query heads, int8", "4 query heads, int8"]
     # 256 x 1,074 tokens in a millisecond, of 2 x 64 values of 2 bytes, or of 1 byte and 4 for the scale of 64
     assert [float(row[1]) for row in rows[1::2]] == pytest.approx([0.0704, 0.0374, 0.0374], abs=0.006)
-    assert num_cache_bytes((1, 64), torch.int8) == 2 * (64 + 4)
+    assert kernels.bytes_of_token(torch.int8) == 2 * (64 + 4)
 
 
 def test_a_shared_prefix_is_timed_without_groups_and_with_the_largest_in_both_passes(

@@ -1,19 +1,17 @@
-"""Blocks of models with windows in some layers: what is given back, counted and found; and how layers are grouped."""
+"""Blocks of models with windows in some layers: what is given back, counted and found."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.cache_groups import CacheGroups, PageLayout, TableLayout
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
-from nanoinfer.models.native_config import read_native_config
 from tests.engine.helpers import add_prompts, make_sequence, run_to_the_end, step
 from tests.models.test_architectures import checkpoint, draw_prompts, reference_tokens
 
@@ -76,7 +74,8 @@ def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_aga
 def test_what_is_promised_at_load_is_what_admission_holds(window: int, num_groups: int, chunk: int) -> None:
     """The length of the longest sequence is read from the groups of layers, and the manager has a rule of its own."""
     for num_pages in (12, 40, 41, 150):
-        groups = KVCacheGroups(window, 1 + num_groups, 1, ())
+        page = PageLayout((KVLayout(1, 1, 1),))
+        groups = CacheGroups((TableLayout(None, page), *[TableLayout(window, page)] * num_groups), ())
         longest = groups.max_tokens(num_pages, 4, chunk)
         _, manager = windowed_scheduler(num_pages, window, num_groups, 4, chunk)
         assert manager.can_hold(longest)
@@ -150,47 +149,6 @@ def test_copies_within_a_block_are_made_in_every_group() -> None:
     batch = step(scheduler)
     assert follower.num_cached_tokens == 6
     assert [copy.num_tokens for copy in batch.block_copies] == [2, 2, 2]
-
-
-# --- groups of layers ---
-
-
-def config_of(architecture: str, **fields: Any) -> ModelConfig:
-    sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_attention_heads": 4, "head_dim": 16}
-    return read_native_config({"architectures": [architecture], "num_key_value_heads": 2, **sizes, **fields})
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_full", "num_groups"), [(26, 4, 7), (34, 5, 7), (48, 8, 6), (62, 10, 7)], ids=str
-)
-def test_gemma_3_has_a_group_of_full_layers_and_windowed_groups_as_large(
-    num_layers: int, num_full: int, num_groups: int
-) -> None:
-    fields = {"num_hidden_layers": num_layers, "sliding_window": 1024, "sliding_window_pattern": 6}
-    groups = KVCacheGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=32768, **fields), 32768)
-    assert (groups.window, groups.num_groups, groups.layers_per_page) == (1024, num_groups, num_full)
-    assert len({*groups.places}) == num_layers, "no two layers share a place"
-    assert groups.places[5] == LayerPlace(0, 0)
-    assert KVCacheGroups.of(config_of("Gemma3ForCausalLM", **fields), 1024).num_groups == 1, "no sequence outgrows it"
-
-
-def test_gemma_3_27b_holds_more_sequences_of_32k_tokens() -> None:
-    fields = {"num_hidden_layers": 62, "sliding_window": 1024, "sliding_window_pattern": 6}
-    groups = KVCacheGroups.of(config_of("Gemma3ForCausalLM", max_position_embeddings=65536, **fields), 65536)
-    # In steady state: all blocks of one group, and of six others those that a window of 1,024 tokens can lie in.
-    steady = 10 * (128 + 6 * (1024 // 256 + 1))
-    assert 62 * 128 / steady > 4.5
-    chunk = groups.num_pages(32768, 256, max_chunk_tokens=16384)
-    assert chunk == 128 + 6 * 69, "while a chunk of 16,384 tokens is computed, it holds 69 blocks in six groups"
-
-
-def test_models_of_one_kind_have_one_group() -> None:
-    plain = config_of("Qwen3ForCausalLM", num_hidden_layers=3)
-    for config in (plain, config_of("MistralForCausalLM", num_hidden_layers=3, sliding_window=16)):
-        groups = KVCacheGroups.of(config, 4096)
-        assert (groups.window, groups.num_groups) == (None, 1)
-        assert groups.layers_per_page == config.num_hidden_layers
-        assert groups.max_tokens(num_pages=7, block_size=16, max_chunk_tokens=4) == 7 * 16
 
 
 # --- whole engines ---

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.caches.block_layout import KVLayout, select_kv_cache_dtype
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.kv_cache import (
-    num_cache_bytes,
-    select_kv_cache_dtype,
-    tensors_of_cache,
-)
 from nanoinfer.ops.kv_cache.spec import LARGEST, LayerCache, quantize_vectors, store_keys_values
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -109,13 +105,14 @@ def test_tokens_without_a_slot_are_not_written(dtype: torch.dtype) -> None:
 
 
 def test_a_cache_in_8_bits_holds_1_94_times_the_tokens() -> None:
-    shape = (28, 10, 8, 256, 128)
-    assert tensors_of_cache(shape, torch.bfloat16) == [(shape, torch.bfloat16)] * 2
-    assert tensors_of_cache(shape, INT8) == [(shape, INT8)] * 2 + [(shape[:-1], torch.float32)] * 2
-    num_values = 28 * 10 * 8 * 256 * 128
-    assert num_cache_bytes(shape, torch.bfloat16) == 2 * num_values * 2
-    assert num_cache_bytes(shape, INT8) == num_cache_bytes(shape, FP8) == 2 * num_values * (1 + 4 / 128)
-    assert num_cache_bytes(shape, torch.bfloat16) / num_cache_bytes(shape, FP8) == pytest.approx(1.94, abs=0.001)
+    layout, shape = KVLayout(num_heads=8, key_size=128, value_size=128), (8, 256, 128)
+    assert layout.tensors(256, torch.bfloat16) == [(shape, torch.bfloat16)] * 2
+    assert layout.tensors(256, INT8) == [(shape, INT8)] * 2 + [(shape[:-1], torch.float32)] * 2
+    num_values = 8 * 256 * 128
+    wide, int8, fp8 = (layout.num_bytes(256, dtype) for dtype in (torch.bfloat16, INT8, FP8))
+    assert wide == 2 * num_values * 2
+    assert int8 == fp8 == 2 * num_values * (1 + 4 / 128)
+    assert wide / fp8 == pytest.approx(1.94, abs=0.001)
 
 
 def test_fp8_is_e4m3_and_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.cache_groups import CacheGroups, LayerKind, LayerPlace
+from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.device import import_error
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
@@ -18,7 +21,6 @@ from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
@@ -613,9 +615,10 @@ def test_hoppers_own_prefill_kernel_serves_plain_layers_alone(
 def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_kind() -> None:
     backends = AttentionBackends("auto", CPU, torch.float32, block_size=16)
     windowed = replace(FULL, window=7)
-    assert backends.for_layer(FULL) is backends.for_layer(replace(FULL))
-    assert backends.for_layer(windowed) is not backends.for_layer(FULL)
-    assert backends.for_layer(windowed).spec == windowed
+    place = LayerPlace()
+    assert backends.for_layer(FULL, place) is backends.for_layer(replace(FULL), place)
+    assert backends.for_layer(windowed, place) is not backends.for_layer(FULL, place)
+    assert backends.for_layer(windowed, place).spec == windowed
     assert (backends.name, backends.needs_host, backends.max_prefix_group_rows) == ("torch", True, 0)
 
 
@@ -625,10 +628,12 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
     pretend_installed(monkeypatch, "triton")
     backends = AttentionBackends("auto", CUDA, torch.bfloat16, block_size=16)
     for spec in (FULL, replace(FULL, window=7), replace(FULL, window=9), replace(FULL, head_dim=512)):
-        backends.for_layer(spec)
+        backends.for_layer(spec, LayerPlace())
     assert (backends.name, backends.needs_host, backends.max_prefix_group_rows) == ("torch and triton", True, 32)
     metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
-    planned = backends.plan(metadata, KVCache(*torch.zeros(2, 1, 1, 8, 16, 128)))
+    groups = CacheGroups.arrange([LayerKind(None, KVLayout(8, 128, 128))])
+    kv_cache = KVCache(groups, 1, 16, torch.bfloat16, CPU)
+    planned = backends.plan(metadata, kv_cache, table=0)
     assert {spec.window: plan.tiles.tolist() for spec, plan in planned.plans.items()} == {
         window: [[0, 3, 0, 0]] for window in (None, 7, 9)
     }

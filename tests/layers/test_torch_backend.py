@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.caches.cache_groups import LayerPlace
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.chunked import ChunkedBackend
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
 from nanoinfer.ops.decode_attention import spec as decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache
@@ -113,7 +113,7 @@ def test_attention_within_chunks_is_as_written_down(
     step = random_step(layer, [1, 32, 33, 64, 65, 100, 97], query_lens)
     step.spec = replace(step.spec, chunk=32)
     backend = AttentionBackends("torch", torch.device("cpu"), torch.float32, 16, cache_dtype is not None)
-    assert_close(step.run(backend.for_layer(step.spec)), naive_attention(step).float())
+    assert_close(step.run(backend.for_layer(step.spec, LayerPlace())), naive_attention(step).float())
 
 
 def test_a_padding_row_of_a_decode_step_has_no_chunk() -> None:
@@ -123,7 +123,7 @@ def test_a_padding_row_of_a_decode_step_has_no_chunk() -> None:
     metadata = step.metadata
     assert isinstance(metadata, DecodeMetadata)
     step.metadata = replace(metadata, context_lens=torch.tensor([0, 70], dtype=torch.int32))
-    cut = backend.plan(step.metadata, KVCache(step.cache.k[None], step.cache.v[None])).plans[whole]
+    cut = backend.plan(step.metadata, step.cache).plans[whole]
     assert cut.context_lens.tolist() == [0, 6]
 
 

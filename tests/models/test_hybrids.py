@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.caches.recurrent_states import LayerStates
 from nanoinfer.errors import ConfigError, ModelError
-from nanoinfer.layers.recurrent_states import LayerStates
 from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.delta_rule import spec
 from tests.models.test_architectures import (

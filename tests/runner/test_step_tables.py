@@ -4,15 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.cache_groups import CacheGroups, LayerKind
+from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import Header
-from nanoinfer.layers.attention.kv_cache import KVCache
+from nanoinfer.engine.packet import Header, PacketSections
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
-# (num_layers, num_blocks, num_kv_heads, block_size, head_dim) of keys and of values: blocks of 4 tokens
-KV_CACHE = KVCache(*torch.zeros(2, 1, 10, 1, 4, 2))
+# One layer that keeps a key and a value of 2 numbers each: 10 blocks of 4 tokens.
+ONE_LAYER = CacheGroups.arrange([LayerKind(None, KVLayout(1, 2, 2))])
+KV_CACHE = KVCache(ONE_LAYER, 10, 4, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -67,6 +70,21 @@ def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() 
     tables = StepTables(max_num_seqs=3, max_model_len=9, kv_cache=KV_CACHE)
     assert tables.block_tables.shape == (4, 3), "whatever the batch: a captured graph keeps the width"
     assert tables.token_ids.shape == (4, 10)
+
+
+def test_layers_that_see_several_blocks_in_a_page_get_ids_that_far_apart() -> None:
+    wide, narrow = KVLayout(1, 4, 4), KVLayout(1, 2, 2)
+    groups = CacheGroups.arrange([LayerKind(None, narrow), LayerKind(None, narrow), LayerKind(8, wide)])
+    tables = StepTables(2, 8, KVCache(groups, 10, 4, torch.float32, torch.device("cpu")))
+    nothing = dict.fromkeys(PacketSections._fields, 0)
+    header = Header(*[0] * (len(Header._fields) - 1), counts={**nothing, "new_blocks": 3})
+    new_blocks = torch.tensor([[1, 0, 7], [1, 1, 9], [3 + 1, 0, 5]], dtype=torch.int32)
+    tables.update(header, PacketSections(**(nothing | {"new_blocks": new_blocks})))
+    assert [table[1].tolist() for table in tables.tables] == [[14, 18], [5, 0]]
+    assert new_blocks.tolist() == [[1, 0, 7], [1, 1, 9], [4, 0, 5]], "the packet stays as it is"
+    tables.context_lens[1] = 6
+    step = tables.decode_step(torch.tensor([1]))
+    assert step.attention.slot_mapping.tolist() == [18 * 4 + 1]
 
 
 def test_padding_attends_to_nothing_and_writes_no_keys(tables: StepTables) -> None:

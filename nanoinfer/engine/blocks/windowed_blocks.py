@@ -1,6 +1,6 @@
 """Gives blocks to the sequences of models that have layers with a window beside others.
 
-Layers are grouped (`layers/attention/kv_cache_groups.py`), and each group has a block table. All take blocks from one
+Layers are grouped (`caches/cache_groups.py`), and each group has a block table. All take blocks from one
 pool of equal pages. The first group attends to all tokens: its blocks are those of the BlockManager, and find cached
 prefixes. In the other groups, a sequence holds only the blocks that its window still reaches. It gives the others back
 while it runs, and their table entries then point to page 0, which is never handed out.

@@ -6,7 +6,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.spec import decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache
@@ -57,7 +56,7 @@ class AttentionBackend(Protocol):
     needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
     max_prefix_group_rows: int = 0  # the most decode rows that read a shared prefix at once; 0: each reads it
 
-    def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
+    def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
         """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""
         return metadata
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import torch
 
+from nanoinfer.caches.cache_groups import LayerPlace
+from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.chunked import ChunkedBackend
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import MetadataT
 
 FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
@@ -32,9 +33,11 @@ class AttentionBackends:
         self.block_size = block_size
         self.in_8_bits = in_8_bits
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
+        self._places: dict[tuple[int, AttentionSpec], LayerPlace] = {}  # of a layer, by block table and spec
 
-    def for_layer(self, spec: AttentionSpec) -> AttentionBackend:
+    def for_layer(self, spec: AttentionSpec, place: LayerPlace) -> AttentionBackend:
         """Return the backend of layers like this one. Raises ConfigError where none can serve, with the reason."""
+        self._places.setdefault((place.table, spec), place)
         if spec not in self._backends:
             options = self.device, self.dtype, replace(spec, chunk=None), self.block_size, self.in_8_bits
             backend = select_backend(self.requested, *options)
@@ -42,14 +45,11 @@ class AttentionBackends:
             self._backends[spec] = ChunkedBackend(spec, chunk, backend, self.block_size) if chunk else backend
         return self._backends[spec]
 
-    def plan(self, metadata: MetadataT, cache: KVCache, windowed: bool | None = None) -> MetadataT:
-        """Return `metadata` with what backends prepare for a step.
-
-        windowed: whether the layers that it is for have a window; None for all layers.
-        """
-        for spec, backend in self._backends.items():
-            if windowed is None or windowed == (spec.window is not None):
-                metadata = backend.plan(metadata, cache)
+    def plan(self, metadata: MetadataT, cache: KVCache, table: int) -> MetadataT:
+        """Return `metadata`, that of a block table, with what backends prepare for the table's layers."""
+        for (its_table, spec), place in self._places.items():
+            if its_table == table:
+                metadata = self._backends[spec].plan(metadata, cache.layer(place))
         return metadata
 
     @property

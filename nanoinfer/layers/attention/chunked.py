@@ -13,7 +13,6 @@ from torch import Tensor
 from nanoinfer.device import numbers_to_device
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata, cumulative_lens
 from nanoinfer.ops.kv_cache.spec import LayerCache
 
@@ -33,7 +32,7 @@ class ChunkedBackend(AttentionBackend):
         self.spec, self._backend, self._chunk, self._blocks = spec, backend, chunk, chunk // block_size
         self.name, self.needs_host = backend.name, backend.needs_host
 
-    def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
+    def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
         cut: Any = self._cut_prefill(metadata) if isinstance(metadata, PrefillMetadata) else self._cut_decode(metadata)
         return replace(metadata, plans={**metadata.plans, self.spec: self._backend.plan(cut, cache)})
 

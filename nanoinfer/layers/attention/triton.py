@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.kv_cache import KVCache
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.triton import (
     TileList,
@@ -72,7 +71,7 @@ class TritonBackend(AttentionBackend):
         reads_prefixes_once = spec.window is None and spec.causal
         self.max_prefix_group_rows = max_prefix_group_rows(spec.group_size) if reads_prefixes_once else 0
 
-    def plan(self, metadata: MetadataT, cache: KVCache) -> MetadataT:
+    def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
         plan: PrefillPlan | DecodePlan
         if isinstance(metadata, PrefillMetadata):
             plan = self._plan_prefill(metadata, cache)
@@ -108,7 +107,7 @@ class TritonBackend(AttentionBackend):
         windowed = spec.window is not None
         return paged_decode_attention(q, cache, plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
 
-    def _plan_prefill(self, metadata: PrefillMetadata, cache: KVCache) -> PrefillPlan:
+    def _plan_prefill(self, metadata: PrefillMetadata, cache: LayerCache) -> PrefillPlan:
         device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens
         tiles = plan_prefill(lens, contexts, self.spec.group_size, device)
         seen = sum(num * (context - num / 2) for num, context in zip(lens, contexts, strict=True))
@@ -119,7 +118,7 @@ class TritonBackend(AttentionBackend):
             return PrefillPlan(tiles)
         return PrefillPlan(tiles, torch.zeros(2, dtype=torch.int32, device=device), blocks)
 
-    def _plan_decode(self, metadata: DecodeMetadata, cache: KVCache) -> DecodePlan:
+    def _plan_decode(self, metadata: DecodeMetadata, cache: LayerCache) -> DecodePlan:
         lens, tables = metadata.context_lens, metadata.block_tables
         block_size, head_dim = cache.block_size, self.spec.head_dim
         shared, groups = metadata.shared_prefixes, None

@@ -6,9 +6,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.cache_groups import CacheGroups, LayerPlace
+from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.kv_cache_groups import KVCacheGroups, LayerPlace
 from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import AttentionHandler
@@ -16,6 +18,7 @@ from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.transformers_config import TransformersConfig
 from nanoinfer.ops.kv_cache.spec import store_keys_values
 
+ALONE = TensorParallel()  # these models are whole on each rank
 # (query, key, value, sinks) -> the heads' outputs, each (num_tokens, heads, size).
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -23,13 +26,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 class CachedAttention:
     """Computes one attention call of each step, over the paged cache.
 
-    place: its part of the cache. num_kv_heads, head_dim: those of the cache, to which the call's own are filled up.
+    place: its part of the cache. layout: what that holds, to whose heads and sizes the call's own are filled up.
     """
 
-    def __init__(
-        self, call: AttentionCall, place: LayerPlace, num_kv_heads: int, head_dim: int, backend: AttentionBackend
-    ) -> None:
-        self._place, self._num_kv_heads, self._head_dim, self._backend = place, num_kv_heads, head_dim, backend
+    def __init__(self, call: AttentionCall, place: LayerPlace, layout: KVLayout, backend: AttentionBackend) -> None:
+        self._place, self._num_kv_heads, self._backend = place, layout.num_heads, backend
+        self._head_dim = layout.key_size
         self._value_dim = call.value_dim
 
     def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
@@ -38,7 +40,7 @@ class CachedAttention:
         if k.shape[1] != self._num_kv_heads:
             k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
-        cache, metadata = step.kv_cache.layer(self._place.layer), step.attention_of(self._place.group)
+        cache, metadata = step.kv_cache.layer(self._place), step.attention_of(self._place.table)
         store_keys_values(k, v, cache, metadata.slot_mapping)
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
         if isinstance(metadata, PrefillMetadata):
@@ -75,15 +77,14 @@ def cached_attentions(
     config: TransformersConfig, max_positions: int, backends: AttentionBackends
 ) -> list[CachedAttention]:
     """Return what computes each attention call of a step. max_positions: the longest sequence."""
-    heads = config.num_key_value_heads, config.head_dim
-    windows, places = config.windows_within(max_positions), KVCacheGroups.of(config, max_positions).places
-    found = []
+    windows, places = config.windows_within(max_positions), CacheGroups.of(config, max_positions, ALONE).places
+    layout, found = KVLayout.of(config, ALONE), []
     for call, window, place in zip(config.calls, windows, places, strict=True):
         chunk = call.sight.chunk
         spec = AttentionSpec(
             num_heads=call.num_heads,
-            num_kv_heads=heads[0],
-            head_dim=heads[1],
+            num_kv_heads=layout.num_heads,
+            head_dim=layout.key_size,
             scale=call.scale,
             window=window,
             has_sinks=call.has_sinks,
@@ -91,6 +92,5 @@ def cached_attentions(
             soft_cap=call.soft_cap,
             chunk=chunk if chunk is not None and chunk < max_positions else None,
         )
-        place = LayerPlace(0, 0) if config.is_encoder else place
-        found.append(CachedAttention(call, place, *heads, backends.for_layer(spec)))
+        found.append(CachedAttention(call, place, layout, backends.for_layer(spec, place)))
     return found

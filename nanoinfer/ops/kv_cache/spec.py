@@ -32,6 +32,14 @@ class LayerCache:
     v_scales: Tensor | None = None
 
     @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
     def in_8_bits(self) -> bool:
         return self.k_scales is not None
 

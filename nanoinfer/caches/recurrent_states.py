@@ -58,8 +58,11 @@ class RecurrentStates(LayerStates):
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
-    """Says how large one rank's states are. matrices, conv_inputs: shapes of one place. dtype: that of conv_inputs."""
+class StateLayout:
+    """Says what one rank keeps of a sequence.
+
+    matrices, conv_inputs: shapes of one place. dtype: that of conv_inputs.
+    """
 
     num_layers: int
     matrices: tuple[int, ...]
@@ -67,7 +70,7 @@ class StateShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: BaseModelConfig, dtype: torch.dtype, tp: TensorParallel) -> "StateShape | None":
+    def of(cls, config: BaseModelConfig, dtype: torch.dtype, tp: TensorParallel) -> "StateLayout | None":
         """Return the sizes of a model's states; None where it has none. dtype: that of the model."""
         linear = config.linear_attention
         if linear is None:

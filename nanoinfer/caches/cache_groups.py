@@ -1,0 +1,169 @@
+"""Which layers with attention share a block table, and what a page of the pool holds for each table.
+
+Layers that remember the same tokens, all or those of one window, are a cache group. All tables take blocks from one
+pool, where a page is the memory of a block, so their pages have equal bytes. A page holds as many layers as attend to
+all tokens, and these have one table. A group of more layers has several tables; its last may leave a part of its pages
+empty. Where a table for each group does not pay, all layers share one, whose blocks keep all tokens.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import ceil
+from sys import maxsize
+from typing import NamedTuple
+
+from nanoinfer.caches.block_layout import BlockLayout, KVLayout
+from nanoinfer.checkpoint.base_config import BaseModelConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
+
+MAX_TABLES = 9  # more take each step too long
+MAX_EMPTY_SHARE = 0.15  # of the memory that a token takes while it is within all windows
+ENDLESS = 2**40  # tokens, more than any sequence has
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer with attention finds its blocks: by which block table, and as which of a page's layers."""
+
+    table: int = 0
+    layer: int = 0
+
+
+class LayerKind(NamedTuple):
+    """What tells layers with attention apart. window: how many tokens they attend to; None for all."""
+
+    window: int | None
+    layout: BlockLayout
+
+
+class PageLayout(NamedTuple):
+    """What a page holds for the layers of a table.
+
+    id_stride: how far apart neighbouring pages are in a layer's view of the pool. It is 1 for the largest layers, which
+    see the blocks of all pages; where smaller ones see several blocks in the place of a large one, one is that of a
+    page. So on the device the table has block ids times `id_stride`.
+    """
+
+    layers: tuple[BlockLayout, ...]
+    id_stride: int = 1
+
+
+class TableLayout(NamedTuple):
+    """Says what a block table is for. window: how many tokens its layers attend to; None for all."""
+
+    window: int | None
+    page: PageLayout
+
+
+class CacheGroups(NamedTuple):
+    """How the layers with attention share the pool. tables: group by group. places: of each layer with attention."""
+
+    tables: tuple[TableLayout, ...]
+    places: tuple[LayerPlace, ...]
+
+    @classmethod
+    def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "CacheGroups":
+        """Return the groups of a model whose sequences have so many tokens at most."""
+        layout = KVLayout.of(config, tp)
+        if config.is_encoder:  # nothing is kept when a layer is computed, so all layers share the memory of one
+            return cls((TableLayout(None, PageLayout((layout,))),), (LayerPlace(),) * len(config.windows))
+        layers = [
+            LayerKind(window, layout)
+            for index, window in enumerate(config.windows_within(max_positions))
+            if not config.is_linear(index)
+        ]
+        windows = {kind.window for kind in layers}
+        if config.linear_attention is not None or None not in windows or len(windows) > 2:
+            # Blocks are given out for all tokens, and beside them for one window or for states.
+            layers = [LayerKind(None, layout)] * len(layers)
+        return cls.arrange(layers)
+
+    @classmethod
+    def arrange(cls, layers: Sequence[LayerKind]) -> "CacheGroups":
+        """Return the groups of layers of these kinds; one table for all where more do not pay."""
+        pages = _pages_by_kind(layers)
+        if pages is None:
+            page = PageLayout(tuple(layout for _, layout in layers))
+            return cls((TableLayout(None, page),), tuple(LayerPlace(0, index) for index in range(len(layers))))
+        tables: list[TableLayout] = []
+        places: dict[LayerKind, list[LayerPlace]] = {}
+        for kind, page in pages.items():
+            first, num_layers, per_page = len(tables), layers.count(kind), len(page.layers)
+            tables += [TableLayout(kind.window, page)] * -(-num_layers // per_page)
+            places[kind] = [LayerPlace(first + index // per_page, index % per_page) for index in range(num_layers)]
+        return cls(tuple(tables), tuple(places[kind].pop(0) for kind in layers))
+
+    @property
+    def specs(self) -> tuple[CacheGroupSpec, ...]:
+        """Return the groups in the numbers by which blocks are given out."""
+        counted = ((window, len(list(tables))) for window, tables in groupby(table.window for table in self.tables))
+        return tuple(
+            FullAttentionSpec(count) if window is None else SlidingWindowSpec(window, count)
+            for window, count in counted
+        )
+
+    def num_pages_of(self, num_blocks: int) -> int:
+        """Return how many pages have the bytes of so many blocks of all layers, and hold as many tokens at least."""
+        return num_blocks * len(self.tables) + self._num_unused
+
+    def num_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
+        """Return how many pages a sequence of so many tokens takes at most, if its chunks have no more than that."""
+        num_blocks = -(-num_tokens // block_size)
+        return sum(
+            min(num_blocks, -(-(window - 1 + max_chunk_tokens) // block_size) + 1) if window else num_blocks
+            for window, _ in self.tables
+        )
+
+    def max_tokens(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> int:
+        """Return the longest sequence that a pool of so many pages holds, a multiple of the block size."""
+        num_pages -= self._num_unused
+        # In blocks. Where all tables have windows, there is no longest sequence.
+        least, most = 0, num_pages if self.tables[0].window is None else ENDLESS // block_size
+        while least < most:
+            middle = (least + most + 1) // 2
+            fits = self.num_pages(middle * block_size, block_size, max_chunk_tokens) <= num_pages
+            least, most = (middle, most) if fits else (least, middle - 1)
+        return least * block_size
+
+    def describe(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> str:
+        """Say what a page holds where that is not a part of all layers, and how far the pages go."""
+        windows = [window for window, _ in self.tables if window is not None]
+        if not windows:
+            return ""
+        within = sum(-(-window // block_size) for window in windows)
+        layers, sizes = (
+            " or ".join(str(number) for number in sorted({*numbers}))
+            for numbers in ([len(table.page.layers) for table in self.tables], windows)
+        )
+        longest = self.max_tokens(num_pages, block_size, max_chunk_tokens)
+        of_all = f"one sequence of up to {longest} tokens, or " if self.tables[0].window is None else ""
+        return f"of {layers} layers ({of_all}the windows of {num_pages // within} sequences, {sizes} tokens each) "
+
+    @property
+    def _num_unused(self) -> int:
+        """The pages that no sequence gets: entries of tables point to one where a window has left their blocks."""
+        return int(any(table.window is not None for table in self.tables))
+
+
+def _pages_by_kind(layers: Sequence[LayerKind]) -> dict[LayerKind, PageLayout] | None:
+    """Return what a page holds of each kind of layers; None where one table for all layers is better.
+
+    Sizes of pages are counted in places, each of which has room for one of the largest layers. Where several sizes of
+    layers, or windows alone, leave a choice, the smallest page that pays is taken.
+    """
+    kinds = sorted(dict.fromkeys(layers), key=lambda kind: -(kind.window or maxsize))  # the longest window first
+    largest = max((kind.layout for kind in kinds), key=BlockLayout.num_values)
+    strides = {kind: largest.times(kind.layout) for kind in kinds}  # how many layers a place holds
+    num_full = sum(kind.window is None for kind in kinds)
+    if len(kinds) == 1 or num_full > 1 or not all(strides.values()):
+        return None
+    needed = [layers.count(kind) / strides[kind] for kind in kinds]  # places
+    in_all, least = sum(needed), ceil(needed[0] if num_full else min(needed))
+    if num_full and 2 * least > in_all:
+        return None
+    most = least if num_full and max(strides.values()) == 1 else ceil(in_all)
+    for num_places in range(least, most + 1):
+        num_tables = sum(ceil(count / num_places) for count in needed)
+        if num_tables <= MAX_TABLES and num_tables * num_places - in_all <= MAX_EMPTY_SHARE * in_all:
+            return {kind: PageLayout((kind.layout,) * (num_places * strides[kind]), strides[kind]) for kind in kinds}
+    return None
