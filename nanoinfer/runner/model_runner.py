@@ -95,10 +95,10 @@ class ModelRunner:
         )
 
     def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> LaunchedStep:
-        rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
+        rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
-        forward(rows, SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None)
+        forward(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)
         host_rows = column(on_host, "decode_rows", "row").tolist()
         return LaunchedStep(rows.long(), host_rows, prompt_logprobs=[], hidden_states=[])
 

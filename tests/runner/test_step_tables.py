@@ -61,7 +61,7 @@ def test_a_prefill_step_computes_chunks_and_has_logits_of_those_that_end_a_promp
 
 
 def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
-    shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_group_rows=torch.tensor([2, 0]))
+    shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_sharers=torch.tensor([2, 0]))
     assert tables.decode_step(torch.tensor([2, 0]), shared).attention.shared_prefixes is shared
     assert tables.decode_step(torch.tensor([2, 0])).attention.shared_prefixes is None
 

@@ -68,6 +68,8 @@ class ChunkedBackend(AttentionBackend):
         )
 
     def _cut_decode(self, metadata: DecodeMetadata) -> DecodeMetadata:
+        """Return a step whose rows begin where their chunks do. Each token is a row: a chunk may end between two."""
+        metadata = metadata.with_a_row_for_each_token()
         chunks = (metadata.context_lens - 1).clamp(min=0) // self._chunk
         return replace(
             metadata,
