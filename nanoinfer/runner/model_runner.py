@@ -123,11 +123,20 @@ class ModelRunner:
                 event=record_event(self.device),
             )
 
-    def decode(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
-        """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
+    def decode(
+        self,
+        rows: Tensor,
+        shared_prefixes: SharedPrefixes | None,
+        num_tokens: int = 1,
+        num_row_tokens: Tensor | None = None,
+    ) -> None:
+        """Compute `num_tokens` tokens of each row, from the tables to the logits. A CUDA graph captures this.
+
+        For the arguments, see `StepTables.decode_step`.
+        """
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        self.forward(self.planned(self.state.tables.decode_step(rows, shared_prefixes)))
+        self.forward(self.planned(self.state.tables.decode_step(rows, shared_prefixes, num_tokens, num_row_tokens)))
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Compute a planned step up to its logits; return its hidden states (num_tokens, hidden_size)."""

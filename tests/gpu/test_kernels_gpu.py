@@ -768,9 +768,12 @@ def test_rows_of_the_tables_are_read_as_their_specification_reads_them(max_block
     context_lens[-1] = 0
     rows = torch.randint(-1, 512, (num_rows, 4), dtype=torch.int32, device="cuda")[:, 1]
     arguments = rows, token_ids, context_lens, block_tables, 256
-    for actual, expected in zip(read_rows(*arguments), read_rows.__wrapped__(*arguments), strict=True):
-        assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
+    row_tokens = torch.randint(1, 9, (num_rows,), dtype=torch.int32, device="cuda")
+    several = rows, token_ids, (context_lens - 8).clamp(min=0), block_tables, 256, 8, row_tokens
+    for given in (arguments, several):
+        for actual, expected in zip(read_rows(*given), read_rows.__wrapped__(*given), strict=True):
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [((128,), torch.bfloat16), ((256,), torch.int8), ((), torch.float32)])

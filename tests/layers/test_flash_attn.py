@@ -105,6 +105,7 @@ def test_each_token_of_a_decode_step_of_several_is_a_row_of_its_own(import_with:
     [args] = sys.modules["flash_attn_2_cuda"].calls
     assert args[0].shape == (6, 1, 4, 64)
     assert args[5].tolist() == [5, 6, 7, 9, 9, 9]
+    assert args[5].dtype == args[10].dtype == torch.int32
     assert args[10].tolist() == [[2], [2], [2], [1], [1], [1]]
 
 

@@ -72,9 +72,9 @@ class DecodeMetadata:
     context_lens: Tensor  # (num_rows,) int32: tokens that a row's first token attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
     shared_prefixes: SharedPrefixes | None = None  # a backend may ignore them
-    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
-    num_tokens: int = 1  # of every row, the same in the whole step
+    num_tokens: int = 1  # lines of every row
     num_row_tokens: Tensor | None = None  # (num_rows,) int32: real tokens of each row; None if num_tokens is 1
+    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
 
     def with_a_row_for_each_token(self) -> "DecodeMetadata":
         """Return the same step as one of a single token a row, in which a row's block table is that of its tokens.

@@ -152,9 +152,9 @@ def list_blocks(metadata: PrefillMetadata, num_cache_blocks: int, block_size: in
     if not 0 < metadata.num_blocks * block_size <= MAX_WIDENED_TOKENS:
         return None
     tables, lens = metadata.block_tables, metadata.cu_context_lens.diff()
-    columns = torch.arange(tables.shape[1], device=tables.device)
+    first_tokens = torch.arange(tables.shape[1], device=tables.device) * block_size
     # Table entries beyond a context mean nothing: replace them by `num_cache_blocks`, which is no block's id.
-    blocks = torch.where(columns * block_size < lens[:, None], tables.long(), num_cache_blocks)
+    blocks = torch.where(first_tokens < lens[:, None], tables.long(), num_cache_blocks)
     used = torch.zeros(num_cache_blocks + 1, dtype=torch.int32, device=tables.device)
     used.index_fill_(0, blocks.flatten(), 1)
     places = used.cumsum(0) - 1

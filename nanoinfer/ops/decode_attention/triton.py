@@ -37,10 +37,10 @@ from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 MAX_TOKENS_IN_8_BITS = 128  # a tile of few queries in 8 bits has twice as many tokens, if it is not more than this
-QUERY_TILE = 16  # the fewest rows that tl.dot takes; a tile of queries is padded to it
+MIN_QUERIES = 16  # the fewest rows that tl.dot takes; a tile of queries is padded to it
 PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
-FEW_QUERIES = 32  # more queries take so much shared memory that one program fills a multiprocessor
+SMALL_TILE = 32  # queries; larger tiles take so much shared memory that one program fills a multiprocessor
 MAX_QUERIES = 64  # in a tile: query heads of a KV head x tokens of a row x rows that share a prefix
 # A tile's flags. Bit 0: it is the last one of its row. Bit 1: its row does not attend from the first token on. Bits 2
 # to 7: how many query tokens the row has after its first. Above: how many tokens of the tile lie before the first one
@@ -606,7 +606,7 @@ def max_prefix_sharers(group_size: int, num_tokens: int = 1) -> int:
 
 def has_large_tiles(in_8_bits: bool, num_queries: int) -> bool:
     """Return whether the tiles of a cache have twice the tokens. Many queries leave no registers for them."""
-    return in_8_bits and num_queries <= FEW_QUERIES
+    return in_8_bits and num_queries <= SMALL_TILE
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -640,8 +640,8 @@ def _launch(
     if in_8_bits := cache.k_scales is not None:
         assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
         v_cache = v_cache.view(torch.int32)
-    queries = max(QUERY_TILE, next_power_of_2(num_queries))
-    num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
+    queries = max(MIN_QUERIES, next_power_of_2(num_queries))
+    num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= SMALL_TILE else 1)
     num_shares = max(1, num_programs // num_kv_heads)
     shapes = {
         "num_kv_heads": num_kv_heads,
@@ -716,10 +716,10 @@ def _num_warps(queries: int, head_dim: int, in_8_bits: bool) -> int:
 
     In 8 bits the assembler of Triton 3.6 also makes wrong code of many queries with four warps (docs/quantization.md).
     """
-    return 8 if queries > FEW_QUERIES and (in_8_bits or head_dim > 128) else 4
+    return 8 if queries > SMALL_TILE and (in_8_bits or head_dim > 128) else 4
 
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:
     """Return how deep a pipeline fits into shared memory."""
-    always, on_hopper = (FEW_QUERIES, MAX_QUERIES) if head_dim <= 128 else (QUERY_TILE, FEW_QUERIES)
+    always, on_hopper = (SMALL_TILE, MAX_QUERIES) if head_dim <= 128 else (MIN_QUERIES, SMALL_TILE)
     return STAGES if queries <= (on_hopper if has_large_shared_memory(device) else always) else 3
