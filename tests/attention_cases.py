@@ -73,12 +73,12 @@ class Step:
         return wide.run(TorchBackend(self.spec))
 
     def assert_equals_specification(self, backend: AttentionBackend) -> Tensor:
-        """Compare all rows that have a context; return the backend's result."""
+        """Compare all rows that have a context, with the lines that pad them; return the backend's result."""
         actual, expected = self.run(backend), self.run_specification()
         assert actual.dtype == self.q.dtype
         assert actual.shape == self.q.shape
         if isinstance(self.metadata, DecodeMetadata):
-            has_context = self.metadata.context_lens > 0
+            has_context = (self.metadata.context_lens > 0).repeat_interleave(self.metadata.num_tokens)
             assert_close(actual[has_context], expected[has_context])
         else:
             assert_close(actual, expected)
@@ -97,20 +97,24 @@ def random_step(
     query_lens: Sequence[int] | None = None,
     prefix_groups: Sequence[PrefixGroup] = (),
     seed: int = 0,
+    num_row_tokens: Sequence[int] | None = None,
 ) -> Step:
     """A prefill step of chunks of `query_lens` tokens; without these, a decode step.
 
-    prefix_groups: rows of a decode step that begin with the same blocks.
+    prefix_groups: rows of a decode step that begin with the same blocks. num_row_tokens: of a decode step, how many
+    tokens each row has, if these are several; the longest row has no padding. context_lens are those of the first.
     """
     device, block_size = layer.device, layer.block_size
     generator = torch.Generator(device).manual_seed(seed)
-    block_tables = _random_block_tables(context_lens, block_size, prefix_groups, generator).to(device)
-    slots = [_slots(row, length, block_size) for row, length in zip(block_tables, context_lens, strict=True)]
+    row_tokens = num_row_tokens or [1] * len(context_lens)
+    ends = [length and length + count - 1 for length, count in zip(context_lens, row_tokens, strict=True)]
+    block_tables = _random_block_tables(ends, block_size, prefix_groups, generator).to(device)
+    slots = [_slots(row, end, block_size) for row, end in zip(block_tables, ends, strict=True)]
     cache = _random_cache(layer, int(block_tables.max()) + 1, torch.cat(slots), generator)
-    num_tokens = len(context_lens) if query_lens is None else sum(query_lens)
+    num_lines = len(context_lens) * max(row_tokens) if query_lens is None else sum(query_lens)
     spec = layer.spec
     qkv = torch.randn(
-        num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, generator=generator, device=device
+        num_lines, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, generator=generator, device=device
     ).to(layer.dtype)
     q = qkv[:, : spec.num_heads]
     sinks = None
@@ -118,9 +122,8 @@ def random_step(
         sinks = (4 * torch.randn(spec.num_heads, generator=generator, device=device)).to(layer.dtype)
     if query_lens is None:
         nothing = q[:0, : spec.num_kv_heads]
-        return Step(
-            spec, q, nothing, nothing, cache, _decode_metadata(context_lens, block_tables, prefix_groups), sinks
-        )
+        decode = _decode_metadata(context_lens, block_tables, prefix_groups, num_row_tokens)
+        return Step(spec, q, nothing, nothing, cache, decode, sinks)
     chunks = [seq_slots[-length:] for seq_slots, length in zip(slots, query_lens, strict=True)]
     metadata = _prefill_metadata(query_lens, context_lens, torch.cat(chunks), block_tables)
     if layer.cache_dtype:  # those before they were rounded, which nobody may attend to
@@ -132,11 +135,11 @@ def random_step(
 
 
 def shared_prefixes(groups: Sequence[PrefixGroup], num_rows: int, device: str) -> SharedPrefixes:
-    num_blocks, group_rows = torch.zeros(2, num_rows, dtype=torch.int32)
+    num_blocks, num_sharers = torch.zeros(2, num_rows, dtype=torch.int32)
     for first_row, count, blocks in groups:
         num_blocks[first_row : first_row + count] = blocks
-        group_rows[first_row] = count
-    return SharedPrefixes(num_blocks.to(device), group_rows.to(device))
+        num_sharers[first_row] = count
+    return SharedPrefixes(num_blocks.to(device), num_sharers.to(device))
 
 
 def _random_block_tables(
@@ -186,14 +189,20 @@ def _prefill_metadata(
 
 
 def _decode_metadata(
-    context_lens: Sequence[int], block_tables: Tensor, prefix_groups: Sequence[PrefixGroup]
+    context_lens: Sequence[int],
+    block_tables: Tensor,
+    prefix_groups: Sequence[PrefixGroup],
+    num_row_tokens: Sequence[int] | None,
 ) -> DecodeMetadata:
     device = block_tables.device
+    num_tokens = max(num_row_tokens or [1])
     return DecodeMetadata(
-        slot_mapping=torch.full((len(context_lens),), -1, device=device),
+        slot_mapping=torch.full((len(context_lens) * num_tokens,), -1, device=device),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
         block_tables=block_tables,
         shared_prefixes=shared_prefixes(prefix_groups, len(context_lens), str(device)) if prefix_groups else None,
+        num_tokens=num_tokens,
+        num_row_tokens=torch.tensor(num_row_tokens, dtype=torch.int32, device=device) if num_row_tokens else None,
     )
 
 
@@ -205,10 +214,14 @@ class Case:
     context_lens: tuple[int, ...]
     query_lens: tuple[int, ...] | None = None
     prefix_groups: tuple[PrefixGroup, ...] = ()
+    num_row_tokens: tuple[int, ...] | None = None
 
     def step(self, **changes: Any) -> Step:
         """The step, over another dtype or device."""
-        return random_step(replace(self.layer, **changes), self.context_lens, self.query_lens, self.prefix_groups)
+        layer = replace(self.layer, **changes)
+        return random_step(
+            layer, self.context_lens, self.query_lens, self.prefix_groups, num_row_tokens=self.num_row_tokens
+        )
 
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -324,5 +337,80 @@ SHARED_CASES = {
     ),
     "64 of 64 queries, and a row after them": Case(
         Layer(16, 128), (40, 33, 41, 50, 20), prefix_groups=(PrefixGroup(0, 4, 2),)
+    ),
+}
+
+EDGES = (1, 0, 13, 14, 15, 16, 17, 30, 47, 48)  # contexts of first tokens, at the ends of tiles and blocks of 16
+
+
+def row_tokens(most: int, num_rows: int) -> tuple[int, ...]:
+    """How many tokens each row has: `most`, then 1, then `most` again, then other numbers."""
+    return tuple((most, 1, most, 1 + row % most)[row % 4] for row in range(num_rows))
+
+
+# Rows of several tokens. Tiles have 16 tokens, and also 32 in 8 bits; rows begin and end anywhere in them.
+SEVERAL_TOKENS_CASES = {
+    **{
+        f"{most} tokens, groups of {n}, head_dim {dim}": Case(
+            Layer(n, dim), EDGES, num_row_tokens=row_tokens(most, len(EDGES))
+        )
+        for most, n, dim in [(2, 1, 64), (2, 7, 256), (3, 2, 80), (5, 3, 96), (8, 1, 64), (8, 4, 128), (8, 8, 64)]
+    },
+    **{
+        f"{most} tokens, a window of {window}": Case(
+            Layer(num_kv_heads=1, block_size=48, window=window),
+            (1, 3, 6, 7, 8, 15, 47, 0, 50, 97),
+            num_row_tokens=row_tokens(most, 10),
+        )
+        for most, window in [(2, 1), (3, 7), (5, 7), (8, 7), (5, 16), (8, 20), (3, 1000)]
+    },
+    **{
+        f"{most} tokens, {kind}, groups of {n}": Case(
+            Layer(n, cache_dtype=dtype), EDGES, num_row_tokens=row_tokens(most, len(EDGES))
+        )
+        for most, (kind, dtype, n) in zip((2, 8, 3, 5), IN_8_BITS, strict=True)
+    },
+    "8 tokens, int8, 64 queries": Case(
+        Layer(8, num_kv_heads=1, cache_dtype=INT8, block_size=48), EDGES, num_row_tokens=row_tokens(8, len(EDGES))
+    ),
+    "3 tokens, fp8, a window of 20, head_dim 80": Case(
+        Layer(head_dim=80, window=20, cache_dtype=FP8), (1, 18, 20, 21, 0, 70), num_row_tokens=(3, 3, 2, 3, 1, 3)
+    ),
+    "5 tokens, sinks": Case(Layer(3, has_sinks=True), EDGES, num_row_tokens=row_tokens(5, len(EDGES))),
+    "8 tokens, sinks, a window of 7, int8": Case(
+        Layer(8, num_kv_heads=1, window=7, has_sinks=True, cache_dtype=INT8),
+        (1, 6, 8, 0, 50, 97),
+        num_row_tokens=(8, 8, 8, 8, 3, 8),
+    ),
+    "3 tokens, a soft cap": Case(Layer(3, soft_cap=0.5), EDGES, num_row_tokens=row_tokens(3, len(EDGES))),
+    "5 tokens, a soft cap, a window of 7, head_dim 256": Case(
+        Layer(2, 256, num_kv_heads=1, window=7, soft_cap=2.0), (1, 6, 8, 50, 97), num_row_tokens=(5, 4, 5, 1, 5)
+    ),
+    "4 tokens in each row, blocks of 256": Case(
+        Layer(4, 128, num_kv_heads=1, block_size=256), (253, 254, 256, 257, 600), num_row_tokens=(4,) * 5
+    ),
+    # Row 1 has a token of its own, or some; rows 5 and 6 are in no group, the last two are padding.
+    **{
+        f"{most} tokens, two groups of rows, {name}": Case(
+            layer,
+            (40, 33, 50, 64, 49, 70, 20, 0, 0),
+            prefix_groups=(PrefixGroup(0, 2, 2), PrefixGroup(2, 3, 3)),
+            num_row_tokens=row_tokens(most, 9),
+        )
+        for most, name, layer in [
+            (2, "groups of 2", Layer(num_kv_heads=1)),
+            (3, "groups of 3, head_dim 96", Layer(3, 96, num_kv_heads=1)),
+            (5, "head_dim 256", Layer(1, 256, num_kv_heads=1)),
+            (8, "int8", Layer(2, 80, cache_dtype=INT8)),
+            (5, "fp8", Layer(2, 80, cache_dtype=FP8)),
+            (3, "sinks", Layer(4, num_kv_heads=1, has_sinks=True)),
+            (5, "a soft cap", Layer(4, num_kv_heads=1, soft_cap=0.5)),
+        ]
+    },
+    "2 tokens, 64 of 64 queries, and a row after them": Case(
+        Layer(8, 128),
+        (40, 33, 41, 50, 20),
+        prefix_groups=(PrefixGroup(0, 4, 2),),
+        num_row_tokens=(2, 2, 1, 2, 2),
     ),
 }

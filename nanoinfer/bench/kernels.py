@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with torch.inference_mode():
         if args.quantization is None:
             decode_attention()
+            several_tokens()
             shared_prefix()
             prefill_attention()
         if args.quantization == "fp8":
@@ -124,15 +125,42 @@ def decode_attention() -> None:
         backend, figures = TritonBackend(attention_spec(heads, HEAD_DIM)), []
         caches = [random_caches(1, num_blocks, HEAD_DIM, dtype)[0] for _ in range(8)]
         for rows, shortest, longest in loads:
-            order = torch.randperm(rows, device=DEVICE)
-            lens = torch.linspace(shortest, longest, rows + 2, device=DEVICE)[1:-1][order].int()
-            width = -(-longest // BLOCK_SIZE)
-            tables = torch.randperm(num_blocks, device=DEVICE)[: rows * width].view(rows, width).int()
-            step = backend.plan(DecodeMetadata(torch.empty(0), lens, tables), caches[0])
+            metadata = random_contexts(rows, shortest, longest, num_blocks)
+            step = backend.plan(metadata, caches[0])
             q = randn(rows, heads, HEAD_DIM)
             time = microseconds([partial(backend.decode, q, cache, step) for cache in caches])
-            num_bytes = int(lens.sum()) * bytes_of_token(dtype)
+            num_bytes = int(metadata.context_lens.sum()) * bytes_of_token(dtype)
             figures.append(f"{num_bytes / time / 1e6:.2f}")
+        print_row(f"{heads} query heads, {str(dtype).removeprefix('torch.')}", *figures)
+        del caches
+
+
+def random_contexts(rows: int, shortest: int, longest: int, num_blocks: int) -> DecodeMetadata:
+    """Return a decode step of rows with contexts between two lengths, in random order and blocks."""
+    order = torch.randperm(rows, device=DEVICE)
+    lens = torch.linspace(shortest, longest, rows + 2, device=DEVICE)[1:-1][order].int()
+    width = -(-longest // BLOCK_SIZE)
+    tables = torch.randperm(num_blocks, device=DEVICE)[: rows * width].view(rows, width).int()
+    return DecodeMetadata(torch.empty(0), lens, tables)
+
+
+def several_tokens() -> None:
+    """Print microseconds of decode attention by rows of 1, 4 and 8 tokens, with contexts of 100 to 2,048 tokens."""
+    from nanoinfer.layers.attention.triton import TritonBackend
+
+    num_blocks, batches, row_tokens = 2200, (256, 16, 1), (1, 4, 8)
+    print_row("decode attention, us; batch x tokens", *(f"{rows} x {k}" for rows in batches for k in row_tokens))
+    for dtype, heads in [(dtype, heads) for dtype in (DTYPE, torch.int8) for heads in HEADS]:
+        backend, figures = TritonBackend(attention_spec(heads, HEAD_DIM)), []
+        caches = [random_caches(1, num_blocks, HEAD_DIM, dtype)[0] for _ in range(8)]
+        for rows in batches:
+            metadata = random_contexts(rows, 100, 2040, num_blocks)
+            for k in row_tokens:
+                if k > 1:
+                    metadata = replace(metadata, num_tokens=k, num_row_tokens=torch.full_like(metadata.context_lens, k))
+                step, q = backend.plan(metadata, caches[0]), randn(rows * k, heads, HEAD_DIM)
+                calls = [partial(backend.decode, q, cache, step) for cache in caches]
+                figures.append(f"{microseconds(calls):.1f}")
         print_row(f"{heads} query heads, {str(dtype).removeprefix('torch.')}", *figures)
         del caches
 
@@ -165,13 +193,13 @@ def shared_prefix() -> None:
     print_row("decode with a shared prefix, us", "each row for itself", "first pass", "both passes", "their floor")
     for heads in HEADS:
         backend, q = TritonBackend(attention_spec(heads, HEAD_DIM)), randn(rows, heads, HEAD_DIM)
-        group_rows = torch.zeros_like(own_lens)
-        group_rows[:: backend.max_prefix_group_rows] = backend.max_prefix_group_rows
-        prefixes = SharedPrefixes(torch.full_like(own_lens, num_shared), group_rows)
+        sharers = torch.zeros_like(own_lens)
+        sharers[:: backend.max_prefix_sharers] = backend.max_prefix_sharers
+        prefixes = SharedPrefixes(torch.full_like(own_lens, num_shared), sharers)
         apart, together = (backend.plan(replace(plain, shared_prefixes=its), layers[0]) for its in (None, prefixes))
-        groups = together.plans[backend.spec].groups
-        assert groups is not None, "full attention reads shared prefixes once"
-        first_pass = groups, prefixes.num_group_rows, backend.spec.scale
+        shared_tiles = together.plans[backend.spec].prefixes
+        assert shared_tiles is not None, "full attention reads shared prefixes once"
+        first_pass = shared_tiles, prefixes.num_sharers, backend.spec.scale
         ways = (
             [partial(backend.decode, q, layer, apart) for layer in layers],
             [partial(shared_prefix_attention, q, layer, *first_pass) for layer in layers],

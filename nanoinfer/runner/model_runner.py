@@ -95,10 +95,10 @@ class ModelRunner:
         )
 
     def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> LaunchedStep:
-        rows, num_shared_blocks, num_group_rows = on_device.decode_rows.unbind(1)
+        rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
-        forward(rows, SharedPrefixes(num_shared_blocks, num_group_rows) if shares else None)
+        forward(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)
         host_rows = column(on_host, "decode_rows", "row").tolist()
         return LaunchedStep(rows.long(), host_rows, prompt_logprobs=[], hidden_states=[])
 
@@ -123,11 +123,20 @@ class ModelRunner:
                 event=record_event(self.device),
             )
 
-    def decode(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
-        """Compute one token for each row (num_rows,) int32, from the tables to the logits: a CUDA graph captures it."""
+    def decode(
+        self,
+        rows: Tensor,
+        shared_prefixes: SharedPrefixes | None,
+        num_tokens: int = 1,
+        num_row_tokens: Tensor | None = None,
+    ) -> None:
+        """Compute `num_tokens` tokens of each row, from the tables to the logits. A CUDA graph captures this.
+
+        For the arguments, see `StepTables.decode_step`.
+        """
         if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        self.forward(self.planned(self.state.tables.decode_step(rows, shared_prefixes)))
+        self.forward(self.planned(self.state.tables.decode_step(rows, shared_prefixes, num_tokens, num_row_tokens)))
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Compute a planned step up to its logits; return its hidden states (num_tokens, hidden_size)."""

@@ -127,7 +127,7 @@ class Setup:
             num_blocks=1,
             max_num_seqs=max_num_seqs,
             groups=groups,
-            max_prefix_sharers=self.backends.max_prefix_group_rows,
+            max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
         )

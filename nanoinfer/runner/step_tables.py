@@ -28,7 +28,7 @@ PADDING_ROW = -1  # indexes the last row, a spare one whose context stays empty
 class StepTables:
     """The tables of `max_num_seqs` rows, and a spare row after them. Every rank has them all, with the same contents.
 
-    token_ids: (rows, max_model_len + 1) int32.
+    token_ids: (rows, max_model_len + 1) int32. After a row's known tokens there may be others that somebody proposes.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
     block_tables: (num_tables * rows, max_blocks) int32, which blocks of `kv_cache` a row has: the first tables of all
     rows, then the second ones.
@@ -57,13 +57,13 @@ class StepTables:
         if header.counts["row_records"]:
             rows, lens = column(sections, "row_records", "row").long(), column(sections, "row_records", "num_tokens")
             self.context_lens[rows] = lens
-            segments, columns = ragged_indices(cumulative_lens(lens), header.counts["known_tokens"])
-            self.token_ids[rows[segments], columns] = sections.known_tokens[:, 0]
+            segments, positions = ragged_indices(cumulative_lens(lens), header.counts["known_tokens"])
+            self.token_ids[rows[segments], positions] = sections.known_tokens[:, 0]
         if header.counts["new_blocks"]:
-            rows, columns, block_ids = sections.new_blocks.long().unbind(1)
+            rows, places, block_ids = sections.new_blocks.long().unbind(1)
             if self._id_strides is not None:
                 block_ids = block_ids * self._id_strides[rows]
-            self.block_tables[rows, columns] = block_ids.int()
+            self.block_tables[rows, places] = block_ids.int()
 
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
         """Return the step that computes the tokens of all chunks, end to end.
@@ -106,20 +106,30 @@ class StepTables:
             more_attention=more,
         )
 
-    def decode_step(self, rows: Tensor, shared_prefixes: SharedPrefixes | None = None) -> ForwardStep:
-        """Return the step that computes the newest token of each row.
+    def decode_step(
+        self,
+        rows: Tensor,
+        shared_prefixes: SharedPrefixes | None = None,
+        num_tokens: int = 1,
+        num_row_tokens: Tensor | None = None,
+    ) -> ForwardStep:
+        """Return the step that computes the newest token of each row, and maybe some that follow it in `token_ids`.
 
         rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
+        num_tokens, num_row_tokens: see `DecodeMetadata`.
         """
-        tables, block_size = (self.token_ids, self.context_lens), self.kv_cache.block_size
-        read = [read_rows(rows, *tables, block_tables, block_size) for block_tables in self.tables]
+        tables, several = (self.token_ids, self.context_lens), (num_tokens, num_row_tokens)
+        block_size = self.kv_cache.block_size
+        read = [read_rows(rows, *tables, block_tables, block_size, *several) for block_tables in self.tables]
         token_ids, positions, slots, context_lens, blocks = read[0]
         return ForwardStep(
             token_ids=token_ids,
             positions=positions,
             kv_cache=self.kv_cache,
-            attention=DecodeMetadata(slots, context_lens, blocks, shared_prefixes),
+            attention=DecodeMetadata(slots, context_lens, blocks, shared_prefixes, *several),
             recurrent_states=self.recurrent_states,
             rows=rows,
-            more_attention=tuple(DecodeMetadata(slots, lens, blocks) for _, _, slots, lens, blocks in read[1:]),
+            more_attention=tuple(
+                DecodeMetadata(slots, lens, blocks, None, *several) for _, _, slots, lens, blocks in read[1:]
+            ),
         )

@@ -80,14 +80,29 @@ def test_decode_attention_is_timed_for_eight_loads(
     assert kernels.bytes_of_token(torch.int8) == 2 * (64 + 4)
 
 
+def test_rows_of_several_tokens_are_timed_for_three_batches(
+    calls: list[inspect.BoundArguments], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels.several_tokens()
+    steps = [call.arguments["metadata"] for call in calls]
+    batches = [(len(step.context_lens), step.num_tokens) for step in steps]
+    assert batches == [(rows, k) for rows in (256, 16, 1) for k in (1, 4, 8)] * 4
+    assert [len(call.arguments["q"]) for call in calls] == [rows * k for rows, k in batches]
+    assert [step.num_row_tokens is None for step in steps] == [k == 1 for _, k in batches]
+    assert all(int(step.context_lens.max()) + 8 <= 2048 for step in steps)
+    rows = rows_of(capsys.readouterr().out)
+    assert [len(row) for row in rows] == [10] * 5
+    assert rows[0][1:4] == ["256 x 1", "256 x 4", "256 x 8"]
+
+
 def test_a_shared_prefix_is_timed_without_groups_and_with_the_largest_in_both_passes(
     calls: list[inspect.BoundArguments], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels.shared_prefix()
     for (apart, first_pass, together), size in ((calls[:3], 32), (calls[3:], 16)):
         plans = (call.arguments["metadata"].plans for call in (apart, together))
-        assert [plan.groups is not None for by_layer in plans for plan in by_layer.values()] == [False, True]
-        assert first_pass.arguments["group_rows"].tolist() == [size, *[0] * (size - 1)] * (256 // size)
+        assert [plan.prefixes is not None for by_layer in plans for plan in by_layer.values()] == [False, True]
+        assert first_pass.arguments["num_sharers"].tolist() == [size, *[0] * (size - 1)] * (256 // size)
         assert together.arguments["metadata"].shared_prefixes.num_shared_blocks.tolist() == [8] * 256
         context_lens = together.arguments["metadata"].context_lens
         assert (context_lens.min(), context_lens.max()) == (2048 + 100, 2048 + 1024)

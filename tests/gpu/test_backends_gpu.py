@@ -62,6 +62,15 @@ def test_decode_equals_plain_attention(name: str, head_dim: int, window: int | N
     step.assert_equals_specification(make_backend(name, layer.spec))
 
 
+@SIZES
+@pytest.mark.parametrize("name", ["flash_attn", "triton", "torch"])
+def test_decode_of_several_tokens_a_row_equals_plain_attention(name: str, head_dim: int, window: int | None) -> None:
+    """The last row is padding; the cache is NaN where a row has fewer tokens."""
+    layer = Layer(4, head_dim, block_size=BLOCK_SIZE, window=window, dtype=BF16, device="cuda")
+    step = random_step(layer, [1, 255, 256, 254, 1500, 0], num_row_tokens=[4, 1, 4, 4, 2, 1])
+    step.assert_equals_specification(make_backend(name, layer.spec))
+
+
 def test_flash_attn_serves_full_attention_where_it_is_installed() -> None:
     if error := import_error(FLASH_ATTN):
         pytest.skip(f"flash-attn cannot be imported: {error}")

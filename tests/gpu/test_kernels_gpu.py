@@ -27,7 +27,10 @@ from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
 from nanoinfer.sampling.mask_processors import MaskSender
 from tests.attention_cases import (
     DECODE_CASES,
+    FP8,
+    INT8,
     PREFILL_CASES,
+    SEVERAL_TOKENS_CASES,
     SHARED_CASES,
     Layer,
     Step,
@@ -286,13 +289,17 @@ def test_norm_rope_store_reaches_slots_past_two_to_the_31_elements() -> None:
 
 # --- attention ---
 
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="needs a GPU of compute capability 8.9")
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
-ATTENTION_CASES = {
-    f"{kind}, {name}": case
-    for kind, cases in {"prefill": PREFILL_CASES, "decode": DECODE_CASES, "shared": SHARED_CASES}.items()
-    for name, case in cases.items()
+KINDS = {
+    "prefill": PREFILL_CASES,
+    "decode": DECODE_CASES,
+    "shared": SHARED_CASES,
+    "several tokens a row": SEVERAL_TOKENS_CASES,
 }
+ATTENTION_CASES = {f"{kind}, {name}": case for kind, cases in KINDS.items() for name, case in cases.items()}
 
 
 def triton_backend(spec: AttentionSpec) -> AttentionBackend:
@@ -305,7 +312,7 @@ def assert_attention_equals_its_specification(step: Step) -> Tensor:
     """The kernels' result; rows without a context are zero."""
     out = step.assert_equals_specification(triton_backend(step.spec))
     if isinstance(step.metadata, DecodeMetadata):
-        assert not out[step.metadata.context_lens == 0].any()
+        assert not out.unflatten(0, (-1, step.metadata.num_tokens))[step.metadata.context_lens == 0].any()
     return out
 
 
@@ -392,6 +399,68 @@ def test_contexts_cut_between_programs_equal_their_specification(num_rows: int, 
         assert torch.equal(step.run(backend), actual), "equal steps give equal bits"
 
 
+SEVERAL_TOKENS = pytest.mark.parametrize(
+    ("group_size", "num_tokens"), [(1, 2), (1, 8), (2, 3), (4, 2), (4, 8), (5, 3), (8, 5), (8, 8), (4, 16)]
+)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, INT8, pytest.param(FP8, marks=needs_fp8)], ids=["16", "int8", "fp8"])
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize(("num_rows", "longest"), [(1, 32_000), (3, 9000), (40, 1024), (200, 600)])
+@SEVERAL_TOKENS
+def test_rows_of_several_tokens_cut_between_programs_equal_their_specification(
+    group_size: int,
+    num_tokens: int,
+    num_rows: int,
+    longest: int,
+    window: int | None,
+    cache_dtype: torch.dtype | None,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    context_lens = [*torch.randint(0, longest, (num_rows - 1,), generator=generator).tolist(), longest]
+    row_tokens = [*torch.randint(1, num_tokens + 1, (num_rows - 1,), generator=generator).tolist(), num_tokens]
+    layer = replace(on_gpu(group_size), window=window, cache_dtype=cache_dtype)
+    step = random_step(layer, context_lens, num_row_tokens=row_tokens)
+    actual, backend = assert_attention_equals_its_specification(step), triton_backend(step.spec)
+    for _ in range(5):
+        assert torch.equal(step.run(backend), actual), "equal steps give equal bits"
+
+
+def relative_error(step: Step) -> float:
+    """The error against float32 arithmetic on the same inputs."""
+    actual, expected = step.run(triton_backend(step.spec)).float(), step.run_specification()
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("cache_dtype", [None, INT8, pytest.param(FP8, marks=needs_fp8)], ids=["16", "int8", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@SEVERAL_TOKENS
+def test_several_tokens_a_row_are_as_exact_as_one(
+    group_size: int, num_tokens: int, head_dim: int, cache_dtype: torch.dtype | None
+) -> None:
+    layer = replace(on_gpu(group_size, head_dim), scale=head_dim**-0.5, cache_dtype=cache_dtype)
+    lens = torch.randint(1, 2000, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    error = relative_error(random_step(layer, lens, num_row_tokens=[num_tokens] * len(lens)))
+    assert error < min(4e-3, 1.2 * relative_error(random_step(layer, lens)))
+
+
+@pytest.mark.parametrize(("group_size", "head_dim"), [(2, 128), (4, 128), (7, 64), (2, 256), (8, 256)])
+@pytest.mark.parametrize("num_tokens", [2, 4, 8])
+def test_rows_of_several_tokens_that_share_2048_get_what_each_gets_alone(
+    group_size: int, head_dim: int, num_tokens: int
+) -> None:
+    """As `test_256_rows_that_share_2048_tokens_get_what_each_gets_alone`, with fewer rows a group."""
+    num_rows, most = 64, 64 // (group_size * num_tokens)
+    groups = [PrefixGroup(first, min(most, 60 - first), 8) for first in range(0, 60, most)]
+    own_lens = torch.randint(1, 600, (num_rows,), generator=torch.Generator().manual_seed(0))
+    context_lens = [2048 * (row < 60) + length for row, length in enumerate(own_lens.tolist())]
+    row_tokens = [num_tokens, 1, *[num_tokens] * (num_rows - 2)]
+    one_prefix = [PrefixGroup(0, 60, 8)]
+    step = random_step(on_gpu(group_size, head_dim), context_lens, None, one_prefix, num_row_tokens=row_tokens)
+    step.metadata = replace(step.metadata, shared_prefixes=shared_prefixes(groups, num_rows, "cuda"))
+    assert_attention_equals_its_specification(step)
+
+
 def test_a_row_of_nan_spoils_no_other() -> None:
     context_lens = torch.randint(513, 2048, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     for groups in ([], [PrefixGroup(0, 32, 2), PrefixGroup(32, 20, 1)]):
@@ -412,7 +481,7 @@ def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
     """Eight blocks are shared by as many rows as a group may have, and the last rows share nothing."""
     layer = on_gpu(group_size, head_dim)
     num_rows, backend = 256, triton_backend(layer.spec)
-    most = backend.max_prefix_group_rows
+    most = backend.max_prefix_sharers
     assert most == 64 // group_size
     groups = [PrefixGroup(first, min(most, 250 - first), 8) for first in range(0, 250, most)]
     own_lens = torch.randint(1, 600, (num_rows,), generator=torch.Generator().manual_seed(0))
@@ -699,9 +768,12 @@ def test_rows_of_the_tables_are_read_as_their_specification_reads_them(max_block
     context_lens[-1] = 0
     rows = torch.randint(-1, 512, (num_rows, 4), dtype=torch.int32, device="cuda")[:, 1]
     arguments = rows, token_ids, context_lens, block_tables, 256
-    for actual, expected in zip(read_rows(*arguments), read_rows.__wrapped__(*arguments), strict=True):
-        assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
+    row_tokens = torch.randint(1, 9, (num_rows,), dtype=torch.int32, device="cuda")
+    several = rows, token_ids, (context_lens - 8).clamp(min=0), block_tables, 256, 8, row_tokens
+    for given in (arguments, several):
+        for actual, expected in zip(read_rows(*given), read_rows.__wrapped__(*given), strict=True):
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [((128,), torch.bfloat16), ((256,), torch.int8), ((), torch.float32)])

@@ -13,10 +13,12 @@ from nanoinfer.layers.attention.metadata import DecodeMetadata
 from nanoinfer.ops.kv_cache.spec import LayerCache
 from tests.attention_cases import (
     DECODE_CASES,
+    EDGES,
     FP8,
     INT8,
     NAN,
     PREFILL_CASES,
+    SEVERAL_TOKENS_CASES,
     SHARED_CASES,
     Case,
     Layer,
@@ -30,7 +32,7 @@ pytest.importorskip("triton")
 
 from nanoinfer.layers.attention.triton import TritonBackend
 from nanoinfer.ops.decode_attention import triton as decode_kernels
-from nanoinfer.ops.decode_attention.triton import max_prefix_group_rows, paged_decode_attention, plan_decode
+from nanoinfer.ops.decode_attention.triton import max_prefix_sharers, paged_decode_attention, plan_decode
 from nanoinfer.ops.prefill_attention import triton as prefill_kernels
 from nanoinfer.ops.prefill_attention.triton import TILE_ROWS, plan_prefill
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
@@ -142,6 +144,46 @@ def test_decode_of_padding_alone_is_zero() -> None:
     assert step.run(TritonBackend(step.spec)).count_nonzero() == 0
 
 
+@pytest.mark.parametrize("name", SEVERAL_TOKENS_CASES)
+def test_decode_of_several_tokens_a_row_equals_its_specification(name: str) -> None:
+    case = SEVERAL_TOKENS_CASES[name]
+    assert case.num_row_tokens is not None
+    out = assert_equals_specification(case)
+    is_padding = torch.tensor(case.context_lens) == 0
+    assert not out.unflatten(0, (len(is_padding), -1))[is_padding].any(), "a row without context is zero"
+
+
+def test_decode_of_several_tokens_a_row_in_16_bits_equals_its_specification() -> None:
+    assert_equals_specification(SEVERAL_TOKENS_CASES["8 tokens, groups of 4, head_dim 128"], dtype=torch.float16)
+
+
+def test_rows_of_one_token_in_a_step_of_several_get_what_they_get_alone() -> None:
+    step = random_step(Layer(num_kv_heads=1), EDGES, num_row_tokens=[3] + [1] * (len(EDGES) - 1))
+    backend = TritonBackend(step.spec)
+    metadata = step.metadata
+    assert isinstance(metadata, DecodeMetadata)
+    alone = replace(step, q=step.q[::3], metadata=replace(metadata, num_tokens=1, num_row_tokens=None))
+    assert_close(step.run(backend)[::3], alone.run(backend))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
+def test_a_token_of_nan_spoils_no_other_of_its_row() -> None:
+    step = random_step(Layer(num_kv_heads=1), [40, 33], num_row_tokens=[4, 4])
+    backend = TritonBackend(step.spec)
+    expected = step.run(backend)
+    step.q[[1, 2, 6]] = NAN
+    actual = step.run(backend)
+    assert actual[[1, 2, 6]].isnan().all()
+    others = [0, 3, 4, 5, 7]
+    assert torch.equal(actual[others], expected[others])
+
+
+def test_more_queries_than_a_tile_holds_are_an_error() -> None:
+    step = random_step(Layer(16), [20], num_row_tokens=[5])
+    with pytest.raises(AssertionError, match="5 tokens of 16 heads do not fit into a tile"):
+        step.run(TritonBackend(step.spec))
+
+
 def decode(q: Tensor, cache: LayerCache, tables: list[list[int]], lens: list[int]) -> Tensor:
     """Decode with the scale 0.125."""
     block_tables, context_lens = (torch.tensor(x, dtype=torch.int32) for x in (tables, lens))
@@ -180,12 +222,18 @@ TABLES = torch.tensor([[3, 1], [9, 9], [2, 9]], dtype=torch.int32)
 
 
 def plan_of_blocks_of_48(
-    lens: list[int], first_tokens: list[int] | None = None, least_tiles: int = 1
+    lens: list[int],
+    first_tokens: list[int] | None = None,
+    least_tiles: int = 1,
+    num_row_tokens: list[int] | None = None,
 ) -> tuple[list[list[int]], list[int]]:
     """The tiles of 16 tokens that there are, and where those of each row begin."""
-    first = None if first_tokens is None else torch.tensor(first_tokens, dtype=torch.int32)
-    lens_ = torch.tensor(lens, dtype=torch.int32)
-    tiles, row_starts, tile_size = plan_decode(lens_, TABLES, 48, 128, first, least_tiles)
+    lens_, first, row_tokens = (
+        None if numbers is None else torch.tensor(numbers, dtype=torch.int32)
+        for numbers in (lens, first_tokens, num_row_tokens)
+    )
+    assert lens_ is not None
+    tiles, row_starts, tile_size = plan_decode(lens_, TABLES, 48, 128, first, least_tiles, num_row_tokens=row_tokens)
     assert tile_size == 16
     return tiles[: row_starts[-1]].tolist(), row_starts.tolist()
 
@@ -193,36 +241,54 @@ def plan_of_blocks_of_48(
 def test_a_plan_lists_the_tiles_of_all_rows_end_to_end() -> None:
     tiles, row_starts = plan_of_blocks_of_48([70, 0, 48])
     assert row_starts == [0, 5, 6, 9]
-    assert tiles == [  # slot of the first token, visible tokens, row, whether it is the row's last
-        [144, 16, 0, 0],
-        [160, 16, 0, 0],
-        [176, 16, 0, 0],
-        [48, 16, 0, 0],
+    assert tiles == [  # slot of the first token, tokens from there on, row, whether it is the row's last
+        [144, 70, 0, 0],
+        [160, 54, 0, 0],
+        [176, 38, 0, 0],
+        [48, 22, 0, 0],
         [64, 6, 0, 1],
         [432, 0, 1, 1],  # an empty context has a tile, in which nothing is visible
-        [96, 16, 2, 0],
-        [112, 16, 2, 0],
+        [96, 48, 2, 0],
+        [112, 32, 2, 0],
         [128, 16, 2, 1],
     ]
 
 
 def test_a_plan_begins_with_the_tile_of_the_first_token_that_a_row_attends_to() -> None:
-    tiles, row_starts = plan_of_blocks_of_48([70, 0, 48], first_tokens=[20, 0, 40])
+    tiles, row_starts = plan_of_blocks_of_48([70, 0, 48], first_tokens=[20, -8, 40])
     assert row_starts == [0, 4, 5, 6]
-    assert tiles == [  # flags: 1 for the last tile, 2 for a row that leaves tokens out, 4 x those left out of this tile
-        [160, 16, 0, 2 + 4 * 4],
-        [176, 16, 0, 2],
-        [48, 16, 0, 2],
-        [64, 6, 0, 1 + 2],
-        [432, 0, 1, 1],
-        [128, 16, 2, 1 + 2 + 4 * 8],
+    assert tiles == [  # flags: 1 ends the row, 2 for a row that leaves tokens out, 256 x how far on the first one lies
+        [160, 54, 0, 2 + 256 * 4],
+        [176, 38, 0, 2 - 256 * 12],
+        [48, 22, 0, 2 - 256 * 28],
+        [64, 6, 0, 1 + 2 - 256 * 44],
+        [432, 0, 1, 1 - 256 * 8],
+        [128, 16, 2, 1 + 2 + 256 * 8],
     ]
+
+
+def test_a_plan_of_rows_of_several_tokens_goes_on_to_the_last_token_of_each() -> None:
+    """The first row's fourth token begins a tile, the padding row has none, and the last row has a single token."""
+    tiles, row_starts = plan_of_blocks_of_48([61, 0, 16], num_row_tokens=[4, 3, 1])
+    assert row_starts == [0, 4, 5, 6]
+    assert tiles == [  # tokens to the row's first query token; flags: 4 x the query tokens after it
+        [144, 61, 0, 4 * 3],
+        [160, 45, 0, 4 * 3],
+        [176, 29, 0, 4 * 3],
+        [48, 13, 0, 1 + 4 * 3],
+        [432, 0, 1, 1],
+        [96, 16, 2, 1],
+    ]
+    tiles, row_starts = plan_of_blocks_of_48([62, 0, 16], num_row_tokens=[4, 3, 2])
+    assert row_starts == [0, 5, 6, 8]
+    assert tiles[3:5] == [[48, 14, 0, 4 * 3], [64, -2, 0, 1 + 4 * 3]]
+    assert tiles[6:] == [[96, 16, 2, 4], [112, 0, 2, 1 + 4]]
 
 
 def test_a_plan_of_groups_has_no_tiles_for_rows_that_begin_none() -> None:
     tiles, row_starts = plan_of_blocks_of_48([0, 48, 0], least_tiles=0)
     assert row_starts == [0, 0, 3, 3]
-    assert tiles == [[432, 16, 1, 0], [448, 16, 1, 0], [464, 16, 1, 1]]
+    assert tiles == [[432, 48, 1, 0], [448, 32, 1, 0], [464, 16, 1, 1]]
 
 
 # --- shared prefixes ---
@@ -239,8 +305,9 @@ def test_a_prefix_read_together_in_16_bits_equals_the_specification() -> None:
     assert_equals_specification(SHARED_CASES["two groups of rows, groups of 2"], dtype=torch.float16)
 
 
-def test_the_largest_groups_have_64_queries() -> None:
-    assert [max_prefix_group_rows(size) for size in (1, 2, 7, 16, 33, 64)] == [64, 32, 9, 4, 1, 1]
+def test_the_most_sharers_of_a_prefix_have_64_queries() -> None:
+    assert [max_prefix_sharers(size) for size in (1, 2, 7, 16, 33, 64)] == [64, 32, 9, 4, 1, 1]
+    assert [max_prefix_sharers(size, num_tokens=3) for size in (1, 2, 7, 16)] == [21, 10, 3, 1]
 
 
 def test_a_step_whose_groups_are_all_empty_is_a_step_without_groups() -> None:
@@ -266,7 +333,7 @@ def test_a_row_of_nan_spoils_no_other_row_of_its_group() -> None:
 
 def test_windowed_layers_read_each_row_for_itself_and_ignore_groups() -> None:
     case = Case(Layer(num_kv_heads=1, window=20), (40, 33, 50), prefix_groups=(PrefixGroup(0, 3, 2),))
-    assert TritonBackend(case.layer.spec).max_prefix_group_rows == 0
+    assert TritonBackend(case.layer.spec).max_prefix_sharers == 0
     assert_equals_specification(case)
 
 
@@ -306,6 +373,22 @@ def test_any_prefill_equals_its_specification(layer: Layer, lens: list[tuple[int
 def test_any_decode_equals_its_specification(layer: Layer, context_lens: list[int], size: int) -> None:
     step = random_step(layer, context_lens)
     has_context = torch.tensor(context_lens) > 0
+    assert_close(run_on(size, step)[has_context], step.run_specification()[has_context])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    layer=layers,
+    rows=st.lists(st.tuples(st.integers(0, 110), st.integers(1, 9)), min_size=1, max_size=6),
+    size=st.integers(1, 4),
+)
+def test_any_decode_of_several_tokens_a_row_equals_its_specification(
+    layer: Layer, rows: list[tuple[int, int]], size: int
+) -> None:
+    """Rows of (tokens that the first one attends to, tokens)."""
+    context_lens, num_row_tokens = zip(*rows, strict=True)
+    step = random_step(layer, context_lens, num_row_tokens=num_row_tokens)
+    has_context = (torch.tensor(context_lens) > 0).repeat_interleave(max(num_row_tokens))
     assert_close(run_on(size, step)[has_context], step.run_specification()[has_context])
 
 

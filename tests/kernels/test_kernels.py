@@ -807,9 +807,13 @@ def test_rows_are_read_as_their_specification_reads_them(max_blocks: int) -> Non
     context_lens = torch.tensor([1, 16, 16 * max_blocks, 9, 3, 0], dtype=torch.int32)
     rows = torch.tensor([[2, 7], [-1, 7], [0, 7], [1, 7], [-1, 7]], dtype=torch.int32)[:, 0]  # out of wider lines
     arguments = rows, token_ids, context_lens, block_tables, 16
-    for actual, expected in zip(table_kernels.read_rows(*arguments), table_ops.read_rows(*arguments), strict=True):
-        assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
+    lens = context_lens.clone()
+    lens[2] -= 4  # room for tokens that are not known yet
+    several = rows, token_ids, lens, block_tables, 16, 5, torch.tensor([5, 3, 1, 2, 5], dtype=torch.int32)
+    for given in (arguments, several) if max_blocks > 1 else (arguments,):
+        for actual, expected in zip(table_kernels.read_rows(*given), table_ops.read_rows(*given), strict=True):
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
 
 
 # --- copy_tokens ---

@@ -94,6 +94,21 @@ def test_decode_gives_all_arguments(
     assert args[13:] == (0.25, True, *window, 0.0, True, 0)
 
 
+def test_each_token_of_a_decode_step_of_several_is_a_row_of_its_own(import_with: Callable[..., ModuleType]) -> None:
+    """The second row has one token and two lines of padding."""
+    module = import_with()
+    lens, tables = torch.tensor([5, 9], dtype=torch.int32), torch.tensor([[2], [1]], dtype=torch.int32)
+    row_tokens = torch.tensor([3, 1], dtype=torch.int32)
+    metadata = DecodeMetadata(torch.zeros(6), lens, tables, num_tokens=3, num_row_tokens=row_tokens)
+    backend, q = module.FlashAttentionBackend(FULL), torch.zeros(6, 4, 64)
+    assert backend.decode(q, CACHE, backend.plan(metadata, CACHE)).shape == q.shape
+    [args] = sys.modules["flash_attn_2_cuda"].calls
+    assert args[0].shape == (6, 1, 4, 64)
+    assert args[5].tolist() == [5, 6, 7, 9, 9, 9]
+    assert args[5].dtype == args[10].dtype == torch.int32
+    assert args[10].tolist() == [[2], [2], [2], [1], [1], [1]]
+
+
 def test_a_build_without_windows_says_so_in_its_own_words(
     import_with: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -619,17 +619,22 @@ def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_ki
     assert backends.for_layer(FULL, place) is backends.for_layer(replace(FULL), place)
     assert backends.for_layer(windowed, place) is not backends.for_layer(FULL, place)
     assert backends.for_layer(windowed, place).spec == windowed
-    assert (backends.name, backends.needs_host, backends.max_prefix_group_rows) == ("torch", True, 0)
+    assert (backends.name, backends.needs_host, backends.max_prefix_sharers) == ("torch", True, 0)
+    assert backends.max_row_tokens is None
 
 
 def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full attention reads a prefix of 32 rows at once; windows and larger heads do not stand in its way."""
+    """Full attention reads a prefix of 32 rows at once; windows and larger heads do not stand in its way.
+
+    A tile of 64 queries holds two heads of 32 tokens.
+    """
     pytest.importorskip("triton")
     pretend_installed(monkeypatch, "triton")
     backends = AttentionBackends("auto", CUDA, torch.bfloat16, block_size=16)
     for spec in (FULL, replace(FULL, window=7), replace(FULL, window=9), replace(FULL, head_dim=512)):
         backends.for_layer(spec, LayerPlace())
-    assert (backends.name, backends.needs_host, backends.max_prefix_group_rows) == ("torch and triton", True, 32)
+    assert (backends.name, backends.needs_host, backends.max_prefix_sharers) == ("torch and triton", True, 32)
+    assert backends.max_row_tokens == 32
     metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
     groups = CacheGroups.arrange([LayerKind(None, KVLayout(8, 128, 128))])
     kv_cache = KVCache(groups, 1, 16, torch.bfloat16, CPU)

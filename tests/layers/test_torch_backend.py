@@ -16,9 +16,20 @@ from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
 from nanoinfer.ops.decode_attention import spec as decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache
 from nanoinfer.ops.prefill_attention import spec as prefill_attention
-from tests.attention_cases import DECODE_CASES, FP8, INT8, PREFILL_CASES, Case, Layer, Step, assert_close, random_step
+from tests.attention_cases import (
+    DECODE_CASES,
+    FP8,
+    INT8,
+    PREFILL_CASES,
+    SEVERAL_TOKENS_CASES,
+    Case,
+    Layer,
+    Step,
+    assert_close,
+    random_step,
+)
 
-CASES = DECODE_CASES | {f"prefill, {name}": case for name, case in PREFILL_CASES.items()}
+CASES = DECODE_CASES | SEVERAL_TOKENS_CASES | {f"prefill, {name}": case for name, case in PREFILL_CASES.items()}
 
 
 def naive_attention(step: Step) -> Tensor:
@@ -26,22 +37,30 @@ def naive_attention(step: Step) -> Tensor:
     metadata, spec = step.metadata, step.spec
     if isinstance(metadata, PrefillMetadata):
         query_lens, context_lens = list(metadata.query_lens), list(metadata.context_lens)
+        num_real = query_lens
     else:
-        query_lens, context_lens = [1] * len(step.q), metadata.context_lens.tolist()
+        num_rows = len(metadata.context_lens)
+        query_lens = [metadata.num_tokens] * num_rows
+        num_real = [1] * num_rows if metadata.num_row_tokens is None else metadata.num_row_tokens.tolist()
+        firsts = zip(metadata.context_lens.tolist(), num_real, strict=True)
+        context_lens = [first + count - 1 if first else 0 for first, count in firsts]
     results = []
-    for q, table, length in zip(step.q.split(query_lens), metadata.block_tables, context_lens, strict=True):
+    for q, table, length, count in zip(
+        step.q.split(query_lens), metadata.block_tables, context_lens, num_real, strict=True
+    ):
+        positions = length - count + torch.arange(len(q)).clamp(max=count - 1)  # padding is where the last token is
         k, v = (context(step.cache, side, table, length) for side in "kv")
         k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
-        distance = (length - len(q) + torch.arange(len(q)))[:, None] - torch.arange(length)  # of each key to a query
+        distance = positions[:, None] - torch.arange(length)  # of each key to a query
         if not spec.causal:
             distance = distance.abs()
         scores[:, (distance < 0) | (distance >= (spec.window or math.inf))] = -torch.inf
         if spec.chunk is not None:
             chunks = torch.arange(length) // spec.chunk
-            scores[:, chunks[-len(q) :, None] != chunks] = -torch.inf
+            scores[:, chunks[positions, None] != chunks] = -torch.inf
         if step.sinks is not None:
             scores = torch.cat((step.sinks.double()[:, None, None].expand(-1, len(q), 1), scores), dim=2)
             v = torch.cat((torch.zeros_like(v[:1]), v))
@@ -67,7 +86,9 @@ def test_windows_scales_and_caches_in_8_bits_are_as_written_down(
     monkeypatch.setattr(prefill_attention, "MAX_SCORES", max_elements)
     case = CASES[name]
     step = case.step()
-    has_context = slice(None) if case.query_lens else torch.tensor(case.context_lens) > 0
+    has_context: Tensor | slice = slice(None)
+    if isinstance(step.metadata, DecodeMetadata):
+        has_context = (step.metadata.context_lens > 0).repeat_interleave(step.metadata.num_tokens)
     actual, expected = step.run(TorchBackend(step.spec)), naive_attention(step)
     assert_close(actual[has_context], expected[has_context])
 
@@ -103,14 +124,31 @@ def test_a_decode_step_gets_the_same_as_a_chunk_of_one_token() -> None:
     assert_close(decode.run(backend), prefill.run(backend))
 
 
-@pytest.mark.parametrize("query_lens", [None, [1, 32, 33, 1, 20, 70, 3]], ids=["decode", "prefill"])
+def test_a_row_of_several_tokens_gets_the_same_as_single_tokens_one_after_the_other() -> None:
+    """Three tokens of a row that attends to 15, 16 and 17 tokens; the other row has two, and padding."""
+    step = random_step(Layer(window=9), [15, 30], num_row_tokens=[3, 2])
+    metadata = step.metadata
+    assert isinstance(metadata, DecodeMetadata)
+    assert metadata.with_a_row_for_each_token().context_lens.tolist() == [15, 16, 17, 30, 31, 31]
+    out = step.run(TorchBackend(step.spec))
+    for token in range(3):
+        lens = (metadata.context_lens + token).clamp(max=31)
+        single = DecodeMetadata(metadata.slot_mapping[token::3], lens, metadata.block_tables)
+        assert_close(replace(step, q=step.q[token::3], metadata=single).run(TorchBackend(step.spec)), out[token::3])
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "num_row_tokens"),
+    [(None, None), (None, [3, 3, 3, 1, 3, 2, 3]), ([1, 32, 33, 1, 20, 70, 3], None)],
+    ids=["decode", "several tokens a row", "prefill"],
+)
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["", "8 bits"])
 def test_attention_within_chunks_is_as_written_down(
-    query_lens: list[int] | None, cache_dtype: torch.dtype | None
+    query_lens: list[int] | None, num_row_tokens: list[int] | None, cache_dtype: torch.dtype | None
 ) -> None:
     """Of 32 tokens, two blocks: texts that end before, at and behind their ends, and parts that lie in several."""
     layer = Layer(cache_dtype=cache_dtype, head_dim=16)
-    step = random_step(layer, [1, 32, 33, 64, 65, 100, 97], query_lens)
+    step = random_step(layer, [1, 32, 33, 63, 65, 95, 97], query_lens, num_row_tokens=num_row_tokens)
     step.spec = replace(step.spec, chunk=32)
     backend = AttentionBackends("torch", torch.device("cpu"), torch.float32, 16, cache_dtype is not None)
     assert_close(step.run(backend.for_layer(step.spec, LayerPlace())), naive_attention(step).float())

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoinfer import device
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.runner import cuda_graphs
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 
 
 class StandIn:
@@ -42,8 +42,15 @@ class Forward:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
         monkeypatch.setattr(cuda_graphs, "capturing", capture)
 
-    def __call__(self, rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
-        self.calls.append((rows, *(shared_prefixes or ())))
+    def __call__(
+        self,
+        rows: Tensor,
+        shared_prefixes: SharedPrefixes | None,
+        num_tokens: int = 1,
+        num_row_tokens: Tensor | None = None,
+    ) -> None:
+        assert (num_tokens > 1) == (num_row_tokens is not None)
+        self.calls.append((rows, *(shared_prefixes or ()), *([] if num_row_tokens is None else [num_row_tokens])))
 
 
 def int32(*numbers: int) -> Tensor:
@@ -89,14 +96,33 @@ def test_graphs_of_sharing_steps_warm_up_on_padding_whatever_ran_before(monkeypa
     forward = Forward(monkeypatch)
     seen = []
 
-    def note(rows: Tensor, shared_prefixes: SharedPrefixes | None) -> None:
+    def note(rows: Tensor, shared_prefixes: SharedPrefixes | None, *several: Any) -> None:
         seen.append([column.tolist() for column in (rows, *(shared_prefixes or ()))])
-        forward(rows, shared_prefixes)
+        forward(rows, shared_prefixes, *several)
 
     graphs = DecodeGraphs(note, [2], [2], torch.device("cpu"))
     graphs.replay(int32(7, 5), None)
     graphs.replay(int32(7, 5), SharedPrefixes(int32(1, 1), int32(2, 0)))
     assert seen[2:] == [[[-1, -1], [0, 0], [0, 0]]] * 2
+
+
+def test_steps_of_several_tokens_a_row_have_a_graph_for_each_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding rows have one token. Fewer batch sizes have graphs than of one token: none of three rows here."""
+    forward = Forward(monkeypatch)
+    graphs = DecodeGraphs(forward, [1, 2, 3, 4], [4], torch.device("cpu"), is_warm=True)
+    graphs.replay(int32(7, 5, 9), None, 2, int32(2, 1, 2))
+    graphs.replay(int32(3), None, 2, int32(2))
+    graphs.replay(int32(8, 7, 6), None, 2, int32(1, 1, 2))
+    graphs.replay(int32(7, 5, 9), SharedPrefixes(int32(2, 2, 0), int32(2, 0, 0)), 4, int32(4, 4, 3))
+    graphs.replay(int32(7, 5, 9), None)
+    assert [len(rows) for rows, *_ in forward.calls[4:]] == [4, 4, 1, 1, 4, 4], "each warms up, then is captured"
+    assert forward.replays == [
+        [[7, 5, 9, -1], [2, 1, 2, 1]],
+        [[3], [2]],
+        [[8, 7, 6, -1], [1, 1, 2, 1]],
+        [[7, 5, 9, -1], [2, 2, 0, 0], [2, 0, 0, 0], [4, 4, 3, 1]],
+        [[7, 5, 9]],
+    ]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])
@@ -111,8 +137,9 @@ def test_every_batch_has_a_graph_that_holds_it(max_num_seqs: int) -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])
 def test_steps_that_share_prefixes_have_fewer_graphs_and_each_batch_has_one(max_num_seqs: int) -> None:
     sizes, sharing = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
-    assert set(sharing) <= set(sizes)
-    assert max(sharing) == max_num_seqs
+    several = several_tokens_graph_sizes(sizes)
+    assert set(sharing) <= set(several) <= set(sizes)
+    assert max(sharing) == max(several) == max_num_seqs
 
 
 def test_up_to_128_rows_that_share_prefixes_have_graphs_of_seven_sizes() -> None:

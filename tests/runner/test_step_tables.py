@@ -48,6 +48,19 @@ def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables)
     assert (step.kv_cache, step.outputs) == (KV_CACHE, None), "all rows have logits"
 
 
+def test_a_step_of_several_tokens_computes_those_that_follow_the_newest_one(tables: StepTables) -> None:
+    """Three tokens are proposed after row 2's newest one, and two of them are computed; row 0 has only its newest."""
+    tables.token_ids[2, 5:8] = torch.tensor([25, 26, 27])
+    counts = torch.tensor([3, 1, 2], dtype=torch.int32)
+    step = tables.decode_step(torch.tensor([2, 0, PADDING_ROW]), None, 3, counts)
+    assert step.token_ids.tolist() == [24, 25, 26, 11, 11, 11, 0, 0, 0]
+    assert step.positions.tolist() == [4, 5, 6, 1, 1, 1, 0, 0, 0]
+    assert step.attention.slot_mapping.tolist() == [9 * 4, 9 * 4 + 1, 9 * 4 + 2, 7 * 4 + 1, -1, -1, -1, -1, -1]
+    assert step.attention.context_lens.tolist() == [5, 2, 0]
+    assert (step.attention.num_tokens, step.attention.num_row_tokens) == (3, counts)
+    assert step.attention.with_a_row_for_each_token().context_lens.tolist() == [5, 6, 7, 2, 2, 2, 0, 0, 0]
+
+
 def test_a_prefill_step_computes_chunks_and_has_logits_of_those_that_end_a_prompt(tables: StepTables) -> None:
     """All of row 0; of row 2 tokens 1 to 3, after which others are to come."""
     chunks = [[0, 0, 2], [2, 1, 3]]
@@ -61,7 +74,7 @@ def test_a_prefill_step_computes_chunks_and_has_logits_of_those_that_end_a_promp
 
 
 def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
-    shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_group_rows=torch.tensor([2, 0]))
+    shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_sharers=torch.tensor([2, 0]))
     assert tables.decode_step(torch.tensor([2, 0]), shared).attention.shared_prefixes is shared
     assert tables.decode_step(torch.tensor([2, 0])).attention.shared_prefixes is None
 

@@ -14,24 +14,22 @@ from nanoinfer.ops.prefill_attention.spec import causal_attention, full_attentio
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a layer's attention computes. Layers with equal specs share a backend.
+    """Says what a layer's attention computes. Layers with equal specs share a backend.
 
-    num_heads, num_kv_heads: query heads, and KV heads, of this rank.
-    scale: the factor of the scores.
-    window: how many tokens each token attends to, itself included; None for all before it.
-    has_sinks: whether each query head has a sink, a score of its own without a value: exp(sink) is added to the sum
-        that the softmax divides by (StreamingLLM, Xiao et al. 2023; learned as in gpt-oss).
-    causal: whether a token attends only to itself and to those before it; otherwise to all of its text, or to `window`
-        tokens on each side, itself counted on both.
+    window: how many tokens each token attends to, itself included. None for all before it.
+    has_sinks: whether each query head has a sink, a score without a value. exp(sink) is added to the sum that the
+        softmax divides by (StreamingLLM, Xiao et al. 2023; learned as in gpt-oss).
+    causal: whether a token attends only to itself and to the tokens before it. Otherwise it attends to all of its text,
+        or to `window` tokens on each side, itself counted on both.
     soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before the softmax, so that none is larger (Gemma
-        2); None leaves them.
-    chunk: a token attends only within the chunk of so many positions that it lies in (Llama 4); None leaves it.
+        2). None leaves them as they are.
+    chunk: a token attends only within its chunk of so many positions (Llama 4). None for no chunks.
     """
 
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # query heads of this rank
+    num_kv_heads: int  # of this rank
     head_dim: int
-    scale: float
+    scale: float  # the factor of the scores
     window: int | None = None
     has_sinks: bool = False
     causal: bool = True
@@ -54,7 +52,9 @@ class AttentionBackend(Protocol):
     name: str
     spec: AttentionSpec
     needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
-    max_prefix_group_rows: int = 0  # the most decode rows that read a shared prefix at once; 0: each reads it
+    max_row_tokens: int | None = None  # the most tokens of a decode row; None for any number
+    # The most decode rows of one token that read a shared prefix at once; 0: each reads it. Of k tokens, 1/k as many.
+    max_prefix_sharers: int = 0
 
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
         """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""
@@ -70,7 +70,7 @@ class AttentionBackend(Protocol):
         """
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
-        """Attend from one token of each row. The result of a row without context is undefined, but never an error."""
+        """Attend from all tokens of each row. The result of a row without context is undefined, but never an error."""
 
 
 class TorchBackend(AttentionBackend):
@@ -107,4 +107,5 @@ class TorchBackend(AttentionBackend):
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         spec = self.spec
         options = spec.scale, spec.window, sinks, spec.soft_cap
+        metadata = metadata.with_a_row_for_each_token()
         return decode_attention(q, cache, metadata.block_tables, metadata.context_lens, *options, self._scratch)

@@ -63,9 +63,14 @@ class AttentionBackends:
         return any(backend.needs_host for backend in self._backends.values())
 
     @property
-    def max_prefix_group_rows(self) -> int:
-        """The most decode rows that layers can read a shared prefix for at once; 0 if none can."""
-        return min((rows for backend in self._backends.values() if (rows := backend.max_prefix_group_rows)), default=0)
+    def max_row_tokens(self) -> int | None:
+        """The most tokens that a decode row may have; None if any number of them."""
+        return min((most for backend in self._backends.values() if (most := backend.max_row_tokens)), default=None)
+
+    @property
+    def max_prefix_sharers(self) -> int:
+        """The most decode rows of one token that layers can read a shared prefix for at once; 0 if none can."""
+        return min((rows for backend in self._backends.values() if (rows := backend.max_prefix_sharers)), default=0)
 
 
 def select_backend(

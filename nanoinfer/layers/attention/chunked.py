@@ -68,6 +68,8 @@ class ChunkedBackend(AttentionBackend):
         )
 
     def _cut_decode(self, metadata: DecodeMetadata) -> DecodeMetadata:
+        """Return a step whose rows begin where their chunks do. Each token is a row: a chunk may end between two."""
+        metadata = metadata.with_a_row_for_each_token()
         chunks = (metadata.context_lens - 1).clamp(min=0) // self._chunk
         return replace(
             metadata,
@@ -80,5 +82,5 @@ class ChunkedBackend(AttentionBackend):
     def _later_tables(self, tables: Tensor, chunks: Tensor) -> Tensor:
         """Return block tables that begin with the block of a chunk: of that number, in each row."""
         width = tables.shape[1]
-        columns = torch.arange(min(width, self._blocks), device=tables.device) + chunks.unsqueeze(1) * self._blocks
-        return tables.gather(1, columns.clamp(max=width - 1).long())
+        places = torch.arange(min(width, self._blocks), device=tables.device) + chunks.unsqueeze(1) * self._blocks
+        return tables.gather(1, places.clamp(max=width - 1).long())

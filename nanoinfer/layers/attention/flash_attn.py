@@ -6,24 +6,25 @@ import, for autograd and torch.compile, which nothing here uses.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import flash_attn_2_cuda
 from torch import Tensor
 
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
+from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.kv_cache.spec import LayerCache
 
 
 def _function(name: str, num_arguments: int) -> Callable[..., Any]:
-    """A function of the extension. Raises ImportError if its arguments are not those of flash-attn 2.7 and 2.8."""
+    """Return a function of the extension. Raises ImportError if its arguments are not as in flash-attn 2.7 and 2.8."""
     function: Callable[..., Any] | None = getattr(flash_attn_2_cuda, name, None)
     # pybind11 writes the signature in the docstring: "varlen_fwd(arg0: torch.Tensor, arg1: ...) -> ...".
-    found = len(re.findall(r"\barg\d+: ", (function and function.__doc__) or ""))
-    if function is None or found != num_arguments:
+    num_found = len(re.findall(r"\barg\d+: ", (function and function.__doc__) or ""))
+    if function is None or num_found != num_arguments:
         raise ImportError(
-            f"flash_attn_2_cuda.{name} takes {found} arguments, not the {num_arguments} of flash-attn 2.7 and 2.8; "
+            f"flash_attn_2_cuda.{name} takes {num_found} arguments, not the {num_arguments} of flash-attn 2.7 and 2.8; "
             "install one of these"
         )
     return function
@@ -45,6 +46,15 @@ class FlashAttentionBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
+    def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
+        """Give each token of a decode step a row of its own.
+
+        Of several tokens a row, flash-attn would have padding attend to keys that do not exist. These may be NaN.
+        """
+        if isinstance(metadata, PrefillMetadata) or metadata.num_tokens == 1:
+            return metadata
+        return replace(metadata, plans={**metadata.plans, self.spec: metadata.with_a_row_for_each_token()})
+
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
     ) -> Tensor:
@@ -57,6 +67,7 @@ class FlashAttentionBackend(AttentionBackend):
         return varlen_attention(q, k, v, *cu_lens, block_tables, *longest, self.spec)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
+        metadata = metadata.plans.get(self.spec, metadata)
         out: Tensor = _fwd_kvcache(
             q.unsqueeze(1),  # (num_rows, 1, num_heads, head_dim)
             cache.k.transpose(1, 2),

@@ -52,22 +52,43 @@ class PrefillMetadata:
 
 
 class SharedPrefixes(NamedTuple):
-    """Says which rows of a decode step begin with the same blocks. They lie side by side, as a group."""
+    """Says which rows of a decode step begin with the same blocks. Such prefix sharers lie side by side."""
 
-    num_shared_blocks: Tensor  # (num_rows,) int32: blocks that a row shares with its group; 0 for one that is in none
-    num_group_rows: Tensor  # (num_rows,) int32: rows of the group that begins with this row; 0 where none begins
+    num_shared_blocks: Tensor  # (num_rows,) int32: blocks that a row shares; 0 where it shares none
+    num_sharers: Tensor  # (num_rows,) int32: at the first row of each run of sharers, how many they are; 0 elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """Describes a decode step, which computes one token of each row. Padding rows have a context of 0 tokens."""
+    """Describes a decode step, which computes `num_tokens` tokens of each row.
+
+    The queries of a row lie one after the other: line i * num_tokens + j is token j of row i. Token j attends to
+    `context_lens[i] + j` tokens. Where a row has fewer real tokens, the rest of its lines are padding: they attend to
+    what the row's last token attends to, and their results are dropped. Padding rows have a context of 0 tokens.
+    """
 
     is_prefill: ClassVar[bool] = False
-    slot_mapping: Tensor  # (num_rows,) int64: where this step's key and value go; -1 skips the write
-    context_lens: Tensor  # (num_rows,) int32: tokens each query attends to, its own included
+    slot_mapping: Tensor  # (num_rows * num_tokens,) int64: where each line's key and value go; -1 skips the write
+    context_lens: Tensor  # (num_rows,) int32: tokens that a row's first token attends to, its own included
     block_tables: Tensor  # (num_rows, max_blocks) int32
     shared_prefixes: SharedPrefixes | None = None  # a backend may ignore them
+    num_tokens: int = 1  # lines of every row
+    num_row_tokens: Tensor | None = None  # (num_rows,) int32: real tokens of each row; None if num_tokens is 1
     plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
+
+    def with_a_row_for_each_token(self) -> "DecodeMetadata":
+        """Return the same step as one of a single token a row, in which a row's block table is that of its tokens.
+
+        This specifies what a row of several tokens means. Prefixes are not shared, and there are no plans.
+        """
+        if self.num_row_tokens is None:
+            return self
+        token = torch.arange(self.num_tokens, dtype=torch.int32, device=self.context_lens.device)
+        lens = self.context_lens[:, None]
+        lens = torch.where(lens > 0, lens + torch.minimum(token, self.num_row_tokens[:, None] - 1), 0)
+        return DecodeMetadata(
+            self.slot_mapping, lens.flatten(), self.block_tables.repeat_interleave(self.num_tokens, dim=0)
+        )
 
 
 Metadata = PrefillMetadata | DecodeMetadata

@@ -9,9 +9,10 @@ from torch import Tensor
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.triton import (
+    MAX_QUERIES,
     TileList,
     has_large_tiles,
-    max_prefix_group_rows,
+    max_prefix_sharers,
     paged_decode_attention,
     plan_decode,
     shared_prefix_attention,
@@ -46,10 +47,10 @@ class PrefillPlan(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """Lists the tiles that each row reads for itself, and those that groups of rows read together, if there are any."""
+    """Lists the tiles that each row reads for itself, and those of shared prefixes, if there are any."""
 
     rows: TileList
-    groups: TileList | None
+    prefixes: TileList | None
 
 
 class TritonBackend(AttentionBackend):
@@ -68,8 +69,9 @@ class TritonBackend(AttentionBackend):
         self.for_prefill = for_prefill
         self.has_hopper_kernel = has_hopper_kernel
         self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
+        self.max_row_tokens = MAX_QUERIES // spec.group_size
         reads_prefixes_once = spec.window is None and spec.causal
-        self.max_prefix_group_rows = max_prefix_group_rows(spec.group_size) if reads_prefixes_once else 0
+        self.max_prefix_sharers = max_prefix_sharers(spec.group_size) if reads_prefixes_once else 0
 
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
         plan: PrefillPlan | DecodePlan
@@ -101,9 +103,9 @@ class TritonBackend(AttentionBackend):
         plan: DecodePlan = metadata.plans[self.spec]
         shared, spec = metadata.shared_prefixes, self.spec
         prefix = None
-        if plan.groups is not None and shared is not None:
+        if plan.prefixes is not None and shared is not None:
             scores = spec.scale, spec.soft_cap
-            prefix = shared_prefix_attention(q, cache, plan.groups, shared.num_group_rows, *scores)
+            prefix = shared_prefix_attention(q, cache, plan.prefixes, shared.num_sharers, *scores)
         windowed = spec.window is not None
         return paged_decode_attention(q, cache, plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
 
@@ -121,17 +123,25 @@ class TritonBackend(AttentionBackend):
     def _plan_decode(self, metadata: DecodeMetadata, cache: LayerCache) -> DecodePlan:
         lens, tables = metadata.context_lens, metadata.block_tables
         block_size, head_dim = cache.block_size, self.spec.head_dim
-        shared, groups = metadata.shared_prefixes, None
+        shared, prefixes = metadata.shared_prefixes, None
         first_tokens = None
         if self.spec.window is not None:
-            first_tokens = (lens - self.spec.window).clamp(min=0)
+            first_tokens = lens - self.spec.window
         elif shared is not None:
             first_tokens = shared.num_shared_blocks * block_size
-            prefix_lens = torch.where(shared.num_group_rows > 0, first_tokens, 0)
-            groups = plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0)
-        large_tiles = has_large_tiles(cache.in_8_bits, self.spec.group_size)
-        rows = plan_decode(lens, tables, block_size, head_dim, first_tokens, large_tiles=large_tiles)
-        return DecodePlan(rows, groups)
+            prefix_lens = torch.where(shared.num_sharers > 0, first_tokens, 0)
+            prefixes = plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0)
+        large_tiles = has_large_tiles(cache.in_8_bits, self.spec.group_size * metadata.num_tokens)
+        rows = plan_decode(
+            lens,
+            tables,
+            block_size,
+            head_dim,
+            first_tokens,
+            large_tiles=large_tiles,
+            num_row_tokens=metadata.num_row_tokens,
+        )
+        return DecodePlan(rows, prefixes)
 
 
 def list_blocks(metadata: PrefillMetadata, num_cache_blocks: int, block_size: int) -> BlockList | None:
@@ -142,9 +152,9 @@ def list_blocks(metadata: PrefillMetadata, num_cache_blocks: int, block_size: in
     if not 0 < metadata.num_blocks * block_size <= MAX_WIDENED_TOKENS:
         return None
     tables, lens = metadata.block_tables, metadata.cu_context_lens.diff()
-    columns = torch.arange(tables.shape[1], device=tables.device)
+    first_tokens = torch.arange(tables.shape[1], device=tables.device) * block_size
     # Table entries beyond a context mean nothing: replace them by `num_cache_blocks`, which is no block's id.
-    blocks = torch.where(columns * block_size < lens[:, None], tables.long(), num_cache_blocks)
+    blocks = torch.where(first_tokens < lens[:, None], tables.long(), num_cache_blocks)
     used = torch.zeros(num_cache_blocks + 1, dtype=torch.int32, device=tables.device)
     used.index_fill_(0, blocks.flatten(), 1)
     places = used.cumsum(0) - 1

@@ -78,7 +78,7 @@ def cached_attentions(
 ) -> list[CachedAttention]:
     """Return what computes each attention call of a step. max_positions: the longest sequence."""
     windows, places = config.windows_within(max_positions), CacheGroups.of(config, max_positions, ALONE).places
-    layout, found = KVLayout.of(config, ALONE), []
+    layout, attentions = KVLayout.of(config, ALONE), []
     for call, window, place in zip(config.calls, windows, places, strict=True):
         chunk = call.sight.chunk
         spec = AttentionSpec(
@@ -92,5 +92,5 @@ def cached_attentions(
             soft_cap=call.soft_cap,
             chunk=chunk if chunk is not None and chunk < max_positions else None,
         )
-        found.append(CachedAttention(call, place, layout, backends.for_layer(spec, place)))
-    return found
+        attentions.append(CachedAttention(call, place, layout, backends.for_layer(spec, place)))
+    return attentions

@@ -8,18 +8,32 @@ from nanoinfer.ops.dispatch import op
 
 @op
 def read_rows(
-    rows: Tensor, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
+    rows: Tensor,
+    token_ids: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    num_tokens: int = 1,
+    num_row_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the newest token of each row, its position and its slot, the row's context length and its block table.
 
-    rows: (num_rows,) int32; -1 is the last row. The rest are the tables of `StepTables`, contiguous. The result:
-    (num_rows,) int32, int64, int64 and int32, and (num_rows, max_blocks) int32. A row without tokens has position 0 and
-    slot -1.
+    rows: (num_rows,) int32; -1 is the last row.
+    token_ids, context_lens, block_tables: the tables of `StepTables`, contiguous.
+    num_tokens, num_row_tokens: see `DecodeMetadata`. Where a row has several tokens, those after the newest one are the
+    next ones in `token_ids`. Padding has the row's last token and its position, and slot -1.
+    The result: (num_rows * num_tokens,) int32, int64 and int64, (num_rows,) int32, and (num_rows, max_blocks) int32. A
+    row without tokens has position 0 and slot -1.
     """
     rows = rows.long()
     lens, blocks = context_lens[rows], block_tables[rows]
-    positions = (lens - 1).clamp(min=0).long()
-    slots = torch.where(lens > 0, slots_of(block_tables, rows, positions, block_size), -1)
+    positions, has_slot = (lens - 1).clamp(min=0).long(), lens > 0
+    if num_row_tokens is not None:
+        tokens, counts = torch.arange(num_tokens, device=rows.device), torch.where(has_slot, num_row_tokens, 0)
+        rows = rows.repeat_interleave(num_tokens)
+        positions = (positions[:, None] + torch.minimum(tokens, (counts[:, None] - 1).clamp(min=0))).flatten()
+        has_slot = (tokens < counts[:, None]).flatten()
+    slots = torch.where(has_slot, slots_of(block_tables, rows, positions, block_size), -1)
     return token_ids[rows, positions], positions, slots, lens, blocks
 
 

@@ -18,7 +18,8 @@ def _read_rows_kernel(
     token_ids_ptr,
     context_lens_ptr,
     block_tables_ptr,
-    newest_ptr,
+    num_row_tokens_ptr,  # None: each row has one token
+    tokens_ptr,
     positions_ptr,
     slots_ptr,
     lens_ptr,
@@ -27,30 +28,37 @@ def _read_rows_kernel(
     num_table_rows,
     max_tokens,
     max_blocks,
+    num_tokens: tl.constexpr,
     block_size: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    line = tl.program_id(0)
-    row = tl.load(rows_ptr + line * rows_stride).to(tl.int64)
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index * rows_stride).to(tl.int64)
     row = tl.where(row < 0, row + num_table_rows, row)
     context_len = tl.load(context_lens_ptr + row)
-    position = tl.maximum(context_len - 1, 0)
+    num_later = 0  # tokens after the first
+    if num_row_tokens_ptr is not None:
+        num_later = tl.where(context_len > 0, tl.load(num_row_tokens_ptr + index) - 1, 0)
     block_table_ptr = block_tables_ptr + row * max_blocks
-    slot = tl.load(block_table_ptr + position // block_size).to(tl.int64) * block_size + position % block_size
-    tl.store(newest_ptr + line, tl.load(token_ids_ptr + row * max_tokens + position))
-    tl.store(positions_ptr + line, position.to(tl.int64))
-    tl.store(slots_ptr + line, tl.where(context_len > 0, slot, -1))
-    tl.store(lens_ptr + line, context_len)
+    for token in tl.static_range(num_tokens):
+        position = tl.maximum(context_len - 1, 0) + tl.minimum(token, num_later)
+        slot = tl.load(block_table_ptr + position // block_size).to(tl.int64) * block_size + position % block_size
+        line = index * num_tokens + token
+        tl.store(tokens_ptr + line, tl.load(token_ids_ptr + row * max_tokens + position))
+        tl.store(positions_ptr + line, position.to(tl.int64))
+        tl.store(slots_ptr + line, tl.where((context_len > 0) & (token <= num_later), slot, -1))
+    tl.store(lens_ptr + index, context_len)
     for first in range(0, max_blocks, CHUNK):
         column = first + tl.arange(0, CHUNK)
         block_ids = tl.load(block_table_ptr + column, mask=column < max_blocks)
-        tl.store(blocks_ptr + line.to(tl.int64) * max_blocks + column, block_ids, mask=column < max_blocks)
+        tl.store(blocks_ptr + index.to(tl.int64) * max_blocks + column, block_ids, mask=column < max_blocks)
 
 
-def read_rows(rows, token_ids, context_lens, block_tables, block_size):
+def read_rows(rows, token_ids, context_lens, block_tables, block_size, num_tokens=1, num_row_tokens=None):
     num_rows, max_blocks = len(rows), block_tables.shape[1]
-    newest, lens = (rows.new_empty(num_rows, dtype=torch.int32) for _ in range(2))
-    positions, slots = (rows.new_empty(num_rows, dtype=torch.int64) for _ in range(2))
+    num_lines = num_rows * num_tokens
+    tokens, lens = (rows.new_empty(count, dtype=torch.int32) for count in (num_lines, num_rows))
+    positions, slots = (rows.new_empty(num_lines, dtype=torch.int64) for _ in range(2))
     blocks = block_tables.new_empty(num_rows, max_blocks)
     if num_rows > 0:
         _read_rows_kernel[(num_rows,)](
@@ -58,7 +66,8 @@ def read_rows(rows, token_ids, context_lens, block_tables, block_size):
             token_ids,
             context_lens,
             block_tables,
-            newest,
+            num_row_tokens,
+            tokens,
             positions,
             slots,
             lens,
@@ -67,11 +76,12 @@ def read_rows(rows, token_ids, context_lens, block_tables, block_size):
             len(token_ids),
             token_ids.shape[1],
             max_blocks,
+            num_tokens=num_tokens,
             block_size=block_size,
             CHUNK=min(1024, max(32, next_power_of_2(max_blocks))),
             num_warps=1,
         )
-    return newest, positions, slots, lens, blocks
+    return tokens, positions, slots, lens, blocks
 
 
 @triton.jit

@@ -25,9 +25,10 @@ def decode_attention(
 
     q: (num_rows, num_heads, head_dim); num_heads a multiple of the KV heads. block_tables: (num_rows, max_blocks)
     int32. context_lens: (num_rows,) int32, the tokens that each row attends to, its own included; the result of a row
-    without any is undefined. scale, window, sinks, soft_cap: see `causal_attention`. scratch: memory for gathered keys
-    and values, which this makes as large as it needs. Pass it again to the next call: new memory costs a CPU as much as
-    the rest.
+    without any is undefined. scale, window, sinks, soft_cap: see `causal_attention`.
+    scratch: memory for gathered keys and values, which this function makes as large as it needs. Pass it again to the
+    next call: new memory costs a CPU as much as the rest.
+    A step of several tokens a row is one of more rows: see `DecodeMetadata.with_a_row_for_each_token`.
     """
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = cache.k.shape

@@ -1,21 +1,22 @@
-"""Paged decode attention: one query token per sequence, work split as in stream-K.
+"""Paged decode attention: one or several query tokens of each sequence, work split as in stream-K.
 
 Decode is bound by the memory bandwidth for reading keys and values, so all programs should read the same amount.
 
 - Stream-K (Osama et al. 2023, for matrix products): once per step, `plan_decode` lists the tiles of all contexts end to
   end. In each layer, every program takes an equal share of this list, wherever rows begin and end. It runs through its
   share in one loop, so that the next tiles are loaded while it computes, also across rows.
-- Grouped-query attention: the query heads that share a KV head form one tile of 16 rows.
+- Grouped-query attention: a tile of queries has the query heads that share a KV head, of all query tokens of a row.
+  Query i of the tile is head i % group_size of query token i // group_size. A tile is padded to 16, 32 or 64 queries.
 - Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
 - Flash-decoding (Dao et al. 2023): a row that several programs share leaves partial results with their log-sum-exp,
   which a second kernel combines in the order of the context.
-- Shared prefixes (Hydragen, Juravsky et al. 2024): rows whose block tables begin alike are a group. A first pass reads
-  the shared blocks once for all queries of a group; the second one reads the rest of each row, and adds the first
-  pass's result by its log-sum-exp. Both passes run the same two kernels: the first pass treats a group as the second
-  treats a row.
+- Shared prefixes (Hydragen, Juravsky et al. 2024): rows whose block tables begin alike are prefix sharers. A first
+  pass reads the shared blocks once for all queries of the sharers. The second one reads the rest of each row, and adds
+  the first pass's result by its log-sum-exp. Both passes run the same two kernels: the first pass treats all sharers of
+  a prefix as the second one treats a row.
 - A cache in 8 bits: values are widened to float16, which holds them all, several with one instruction.
 
-Below, `group_size` counts the query heads of a KV head. Every other group is one of rows that share a prefix.
+`group_size` is the number of query heads of a KV head, `num_tokens` the number of query tokens of a row.
 
 Equal steps give equal bits. But where a row is split, and so how its sums are rounded, depends on the lengths of the
 other rows.
@@ -36,14 +37,16 @@ from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions
 MAX_TOKENS_IN_8_BITS = 128  # a tile of few queries in 8 bits has twice as many tokens, if it is not more than this
-QUERY_TILE = 16  # the fewest rows that tl.dot takes; the group of query heads is padded to it
+MIN_QUERIES = 16  # the fewest rows that tl.dot takes; a tile of queries is padded to it
 PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
-FEW_QUERIES = 32  # more queries take so much shared memory that one program fills a multiprocessor
-GROUP_QUERIES = 64  # queries that read a shared prefix together: the rows of a group x query heads of a KV head
-# A tile's flags: it is the last of its row; its row does not attend from the first token on. Above these bits stands
-# how many of its tokens lie before the first one that the row attends to.
-ENDS_ROW, BEGINS_LATER, HIDDEN_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(2)
+SMALL_TILE = 32  # queries; larger tiles take so much shared memory that one program fills a multiprocessor
+MAX_QUERIES = 64  # in a tile: query heads of a KV head x tokens of a row x rows that share a prefix
+# A tile's flags. Bit 0: it is the last one of its row. Bit 1: its row does not attend from the first token on. Bits 2
+# to 7: how many query tokens the row has after its first. Above: how many tokens of the tile lie before the first one
+# that the row's first query token attends to; negative where all of them lie after it.
+ENDS_ROW, BEGINS_LATER = tl.constexpr(1), tl.constexpr(2)
+LATER_SHIFT, LATER_MASK, HIDDEN_SHIFT = tl.constexpr(2), tl.constexpr(63), tl.constexpr(8)
 # Weights of a cache in 8 bits are 2**6 times as large, so that float16 still holds them times a small scale.
 LIFT = tl.constexpr(6)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -82,6 +85,7 @@ _FOUR_OF_INT8 = tl.constexpr("""{
 @triton.jit(do_not_specialize=["num_rows"])
 def _plan_kernel(
     context_lens_ptr,
+    num_row_tokens_ptr,  # None: each row has one query token
     first_tokens_ptr,  # None: rows attend from their first token on
     block_tables_ptr,
     tiles_ptr,
@@ -99,13 +103,18 @@ def _plan_kernel(
     rows = tl.arange(0, ROWS)
     lens = tl.load(context_lens_ptr + rows, mask=rows < row, other=0)
     context_len = tl.load(context_lens_ptr + row)
+    num_later = 0  # query tokens after the first
+    if num_row_tokens_ptr is not None:
+        lens += tl.where(lens > 0, tl.load(num_row_tokens_ptr + rows, mask=rows < row, other=1) - 1, 0)
+        num_later = tl.where(context_len > 0, tl.load(num_row_tokens_ptr + row) - 1, 0)
     first_token = 0
     if first_tokens_ptr is not None:
-        lens -= tl.load(first_tokens_ptr + rows, mask=rows < row, other=0) // TILE * TILE
+        first_tokens = tl.load(first_tokens_ptr + rows, mask=rows < row, other=0)
+        lens -= tl.maximum(first_tokens, 0) // TILE * TILE
         first_token = tl.load(first_tokens_ptr + row)
-    first_tile = first_token // TILE
+    first_tile = tl.maximum(first_token, 0) // TILE
     row_start = tl.sum(tl.where(rows < row, tl.maximum(tl.cdiv(lens, TILE), LEAST), 0), axis=0)
-    num_tiles = tl.maximum(tl.cdiv(context_len - first_tile * TILE, TILE), LEAST)
+    num_tiles = tl.maximum(tl.cdiv(context_len + num_later - first_tile * TILE, TILE), LEAST)
     tl.store(row_starts_ptr + row, row_start)
     if row == num_rows - 1:
         tl.store(row_starts_ptr + num_rows, row_start + num_tiles)
@@ -113,23 +122,49 @@ def _plan_kernel(
         tile = first + tl.arange(0, CHUNK)
         is_tile = tile < num_tiles
         token = (first_tile + tile) * TILE
-        num_hidden = tl.maximum(first_token - token, 0)
         block = tl.load(block_tables_ptr + row.to(tl.int64) * block_table_stride + token // block_size, mask=is_tile)
         entry_ptr = tiles_ptr + (row_start + tile) * 4
         tl.store(entry_ptr, block * block_size + token % block_size, mask=is_tile)
-        tl.store(entry_ptr + 1, tl.maximum(tl.minimum(context_len - token, TILE), 0), mask=is_tile)
+        tl.store(entry_ptr + 1, context_len - token, mask=is_tile)
         tl.store(entry_ptr + 2, tl.zeros_like(tile) + row, mask=is_tile)
-        flags = (tile == num_tiles - 1).to(tl.int32) * ENDS_ROW + tl.minimum(first_token, 1) * BEGINS_LATER
-        tl.store(entry_ptr + 3, flags + (num_hidden << HIDDEN_SHIFT), mask=is_tile)
+        flags = (tile == num_tiles - 1).to(tl.int32) * ENDS_ROW + (num_later << LATER_SHIFT)
+        if first_tokens_ptr is not None:
+            flags += tl.minimum(tl.maximum(first_token, 0), 1) * BEGINS_LATER
+            flags += (first_token - token) << HIDDEN_SHIFT
+        tl.store(entry_ptr + 3, flags, mask=is_tile)
 
 
 @triton.jit
 def _share_of(num_tiles, share, num_shares):
     """Return a program's first tile, and the one after its last."""
-    num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)  # there may be no groups, and so no tiles
+    num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)  # there may be no sharers, and so no tiles
     first = tl.minimum(share, num_used) * num_tiles // num_used
     last = tl.minimum(share + 1, num_used) * num_tiles // num_used
     return first, last
+
+
+@triton.jit
+def _visible_tokens(token, token_of_query, num_visible, flags, num_tokens: tl.constexpr, WINDOWED: tl.constexpr):
+    """Return which tokens of a tile the row attends to, (TILE,), and each of its queries, (QUERIES or 1, TILE).
+
+    num_visible: tokens from the tile's first one to the row's first query token. Each later query token attends to one
+    more; those of padding attend to as many as the row's last one.
+    """
+    num_hidden = flags >> HIDDEN_SHIFT
+    if num_tokens == 1:
+        is_read = token < num_visible
+        if WINDOWED:
+            is_read &= token >= num_hidden
+        visible = is_read[None, :]
+    else:
+        num_later = (flags >> LATER_SHIFT) & LATER_MASK
+        later = tl.minimum(token_of_query, num_later)[:, None]
+        is_read = token < num_visible + num_later
+        visible = token[None, :] < num_visible + later
+        if WINDOWED:
+            is_read &= token >= num_hidden
+            visible &= token[None, :] >= num_hidden + later
+    return is_read, visible
 
 
 @triton.jit
@@ -190,13 +225,13 @@ def interleaved(x0, x1, x2, x3):
 
 @triton.jit
 def _score(q, k, k_scales, visible, scale_log2, dtype: tl.constexpr, ASM: tl.constexpr, SOFT_CAP: tl.constexpr):
-    """Return the scores of a tile's keys, (QUERIES, TILE), to base 2."""
+    """Return the scores of a tile's keys, (QUERIES, TILE), to base 2. visible: (QUERIES or 1, TILE)."""
     wide_k = tl.trans(widened(k, dtype, ASM))
     scores = tl.dot(q.to(dtype), wide_k, input_precision="ieee")
     scores *= scale_log2 if k_scales is None else (k_scales * scale_log2)[None, :]
     if SOFT_CAP is not None:
         scores = soft_capped(scores, SOFT_CAP * LOG2_E)
-    return tl.where(visible[None, :], scores, MASKED)
+    return tl.where(visible, scores, MASKED)
 
 
 @triton.jit
@@ -264,23 +299,24 @@ def _paged_decode_kernel(
     v_scales_ptr,
     tiles_ptr,
     row_starts_ptr,
-    group_rows_ptr,  # None in the pass over rows; in the pass over groups, a row stands for the group it begins
-    prefix_out_ptr,  # None, like prefix_lse_ptr, unless a pass over groups has left results for the rows
+    num_sharers_ptr,  # None in the pass over rows; in the pass over prefixes, a row stands for the sharers it begins
+    prefix_out_ptr,  # None, like prefix_lse_ptr, unless a pass over prefixes has left results for the rows
     prefix_lse_ptr,
-    sinks_ptr,  # None: there are none, or this is the pass over groups
+    sinks_ptr,  # None: there are none, or this is the pass over prefixes
     out_ptr,
-    out_lse_ptr,  # (num_rows, num_heads) float32: the log-sum-exp of out, to base 2; None if nobody needs it
+    out_lse_ptr,  # (num_rows * num_tokens, num_heads) float32: log-sum-exp of out, to base 2; None if nobody needs it
     # (num_kv_heads, num_shares, 2, num_queries, head_dim) float32: the partial results of a share, first for a row that
     # began in an earlier share, then for a row that begins in this share and goes on in the next one.
     partials_ptr,
     lse_ptr,  # (num_kv_heads, num_shares, 2, num_queries) float32: the log-sum-exp of each, to base 2
     scale_log2,  # scale * log2(e): the softmax is computed in powers of two
-    q_row_stride,
+    q_token_stride,
     num_rows,
     num_shares,
     num_kv_heads: tl.constexpr,
     group_size: tl.constexpr,
-    num_queries: tl.constexpr,  # of a row: its heads of a KV head; in the pass over groups GROUP_QUERIES
+    num_tokens: tl.constexpr,  # query tokens of a row
+    num_queries: tl.constexpr,  # of a row and a KV head; in the pass over prefixes MAX_QUERIES
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # head_dim, padded
@@ -305,11 +341,11 @@ def _paged_decode_kernel(
     dim = tl.arange(0, HEAD_DIM)
     token = tl.arange(0, TILE)
     is_dim = (dim < head_dim)[None, :]
-    is_query = query < group_size
-    # Where a query's head is: after the first query of its KV head in a row, and after the first of its group.
+    is_query = query < num_queries
+    # Where a query's head is in the result, after the first head of the row.
     line = query // group_size * (num_kv_heads * group_size) + kv_head * group_size + query % group_size
     line_offsets = line[:, None] * head_dim + dim[None, :]
-    q_offsets = (query // group_size)[:, None] * q_row_stride + kv_head * group_size * head_dim
+    q_offsets = (query // group_size)[:, None] * q_token_stride + kv_head * group_size * head_dim
     q_offsets += (query % group_size)[:, None] * head_dim + dim[None, :]
 
     # Operands of products: 8-bit values are widened to float16, which holds them all, unless queries have float32.
@@ -326,33 +362,35 @@ def _paged_decode_kernel(
         row = tl.load(tiles_ptr + tile * 4 + 2)
         flags = tl.load(tiles_ptr + tile * 4 + 3)
         ends_row = (flags & ENDS_ROW) != 0
-        if group_rows_ptr is not None:  # it is enough that the rows exist: those after the group are not stored
-            is_query = query < (num_rows - row) * group_size
-        q_row_ptr = q_ptr + row.to(tl.int64) * q_row_stride
+        if num_sharers_ptr is not None:  # it is enough that the rows exist: those after the sharers are not stored
+            is_query = query < (num_rows - row) * (num_tokens * group_size)
+        q_row_ptr = q_ptr + row.to(tl.int64) * num_tokens * q_token_stride
         q = tl.load(q_row_ptr + q_offsets, mask=is_query[:, None] & is_dim, other=0.0)
         block = (slot // block_size).to(tl.int64)
         start = (block * num_kv_heads + kv_head) * block_size + slot % block_size
-        visible = token < num_visible if group_rows_ptr is None else tl.full((TILE,), True, tl.int1)  # shared: full
-        if WINDOWED:
-            visible &= token >= flags >> HIDDEN_SHIFT
-        k = _load_tile(k_cache_ptr, start, visible, head_dim, HEAD_DIM, TILE)
-        v = _load_tile(v_cache_ptr, start, visible, head_dim // in_word, HEAD_DIM // in_word, TILE)
+        if num_sharers_ptr is None:
+            is_read, visible = _visible_tokens(token, query // group_size, num_visible, flags, num_tokens, WINDOWED)
+        else:  # shared blocks are full
+            is_read = tl.full((TILE,), True, tl.int1)
+            visible = is_read[None, :]
+        k = _load_tile(k_cache_ptr, start, is_read, head_dim, HEAD_DIM, TILE)
+        v = _load_tile(v_cache_ptr, start, is_read, head_dim // in_word, HEAD_DIM // in_word, TILE)
         k_scales, v_scales = None, None
         if k_scales_ptr is not None:
-            k_scales = tl.load(k_scales_ptr + start + token, mask=visible, other=0.0)
-            v_scales = tl.load(v_scales_ptr + start + token, mask=visible, other=0.0)
+            k_scales = tl.load(k_scales_ptr + start + token, mask=is_read, other=0.0)
+            v_scales = tl.load(v_scales_ptr + start + token, mask=is_read, other=0.0)
         scores = _score(q, k, k_scales, visible, scale_log2, dtype, ASM, SOFT_CAP)
         state = _attend(state, scores, v, v_scales, dtype, k.dtype, ASM)
 
         if ends_row | (tile == last - 1):
             begins_here = tl.load(row_starts_ptr + row) >= first
             result, lse = _finish(state)
-            first_line = row.to(tl.int64) * (num_kv_heads * group_size)
-            if group_rows_ptr is not None:
-                is_query = query < tl.load(group_rows_ptr + row) * group_size
+            first_line = row.to(tl.int64) * (num_tokens * num_kv_heads * group_size)
+            if num_sharers_ptr is not None:
+                is_query = query < tl.load(num_sharers_ptr + row) * (num_tokens * group_size)
             mask = is_query[:, None] & is_dim
             if prefix_out_ptr is not None:
-                has_prefix = query < (flags & BEGINS_LATER) // BEGINS_LATER * group_size
+                has_prefix = query < (flags & BEGINS_LATER) // BEGINS_LATER * num_queries
                 prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=has_prefix, other=float("-inf"))
                 prefix_ptrs = prefix_out_ptr + first_line * head_dim + line_offsets
                 prefix = tl.load(prefix_ptrs, mask=has_prefix[:, None] & is_dim, other=0.0)
@@ -380,7 +418,7 @@ def _paged_decode_kernel(
 def _combine_kernel(
     tiles_ptr,
     row_starts_ptr,
-    group_rows_ptr,
+    num_sharers_ptr,
     partials_ptr,
     lse_ptr,
     out_ptr,
@@ -389,6 +427,7 @@ def _combine_kernel(
     num_shares,
     num_kv_heads: tl.constexpr,
     group_size: tl.constexpr,
+    num_tokens: tl.constexpr,
     num_queries: tl.constexpr,
     head_dim: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -413,9 +452,9 @@ def _combine_kernel(
     # A tile belongs to the last share that begins at or before it.
     first_share = ((row_start + 1) * num_used - 1) // num_tiles
     num_splits = (row_end * num_used - 1) // num_tiles - first_share + 1
-    is_query = query < group_size
-    if group_rows_ptr is not None:
-        is_query = query < tl.load(group_rows_ptr + row) * group_size
+    is_query = query < num_queries
+    if num_sharers_ptr is not None:
+        is_query = query < tl.load(num_sharers_ptr + row) * (num_tokens * group_size)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -442,8 +481,8 @@ def _combine_kernel(
             acc = acc * decay[:, None] + tl.sum(partials * weights[:, :, None], axis=1)
             total = total * decay + tl.sum(weights, axis=1)
             maximum = new_maximum
-        rows = row.to(tl.int64) + query // group_size
-        out_lines = rows * (num_kv_heads * group_size) + kv_head * group_size + query % group_size
+        tokens = row.to(tl.int64) * num_tokens + query // group_size
+        out_lines = tokens * (num_kv_heads * group_size) + kv_head * group_size + query % group_size
         result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(
             out_ptr + out_lines[:, None] * head_dim + dim[None, :], result, mask=is_query[:, None] & is_dim[None, :]
@@ -455,9 +494,15 @@ def _combine_kernel(
 class TileList(NamedTuple):
     """Lists the tiles of keys that rows attend to, those of a row one after the other."""
 
-    tiles: Tensor  # (max_tiles, 4) int32: slot of the first token, number of tokens in the context, row, flags
+    # (max_tiles, 4) int32: the slot of the first token; how many tokens there are from it to the row's first query
+    # token, both counted; the row; the flags
+    tiles: Tensor
     row_starts: Tensor  # (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles
     tile_size: int  # tokens
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_starts) - 1
 
 
 def plan_decode(
@@ -468,13 +513,17 @@ def plan_decode(
     first_tokens: Tensor | None = None,
     least_tiles: int = 1,
     large_tiles: bool = False,
+    num_row_tokens: Tensor | None = None,
 ) -> TileList:
     """List the tiles of all rows for `paged_decode_attention`.
 
-    context_lens: (num_rows,) int32, 0 for padding. block_tables: (num_rows, max_blocks) int32. block_size, head_dim:
-    those of the cache. first_tokens: (num_rows,) int32, the first token that each row attends to, for windows and
-    shared prefixes. least_tiles: how many tiles a row without tokens gets; with 0, its result is not written.
-    large_tiles: what `has_large_tiles` says of rows; leave it out for groups.
+    context_lens: (num_rows,) int32, the tokens that each row's first query token attends to; 0 for padding rows.
+    block_tables: (num_rows, max_blocks) int32. block_size, head_dim: those of the cache.
+    first_tokens: (num_rows,) int32, the first token that each row attends to, where a window or a shared prefix leaves
+    tokens out. With a window, context_lens - window, which may be negative: a row's later tokens count on from there.
+    least_tiles: how many tiles a row without tokens gets; with 0, its result is not written.
+    large_tiles: what `has_large_tiles` says of rows; leave it out for shared prefixes.
+    num_row_tokens: (num_rows,) int32, how many query tokens each row has; None where each has one.
     The host does not wait for the device, so a CUDA graph can capture this.
     """
     num_rows, max_blocks = block_tables.shape
@@ -483,6 +532,7 @@ def plan_decode(
     row_starts = block_tables.new_empty(num_rows + 1)
     _plan_kernel[(num_rows,)](
         context_lens,
+        num_row_tokens,
         first_tokens,
         block_tables,
         tiles,
@@ -499,10 +549,10 @@ def plan_decode(
 
 
 class PrefixResult(NamedTuple):
-    """What the rows of groups have from attending to their shared prefixes; for other rows it is undefined."""
+    """Holds what prefix sharers have from attending to their shared prefixes; for other rows it is undefined."""
 
-    out: Tensor  # (num_rows, num_heads, head_dim) float32
-    lse: Tensor  # (num_rows, num_heads) float32: the log-sum-exp of the scores, to base 2
+    out: Tensor  # (num_rows * num_tokens, num_heads, head_dim) float32
+    lse: Tensor  # (num_rows * num_tokens, num_heads) float32: the log-sum-exp of the scores, to base 2
 
 
 def paged_decode_attention(
@@ -517,14 +567,15 @@ def paged_decode_attention(
 ) -> Tensor:
     """Compute what `decode_attention` in spec.py does, from a plan in the place of block tables, lengths and a window.
 
-    q: heads contiguous, head_dim at most 256. cache: contiguous; block_size a multiple of 16. plan: from `plan_decode`.
-    A row without tokens gives zeros.
+    q: (num_rows * num_tokens, num_heads, head_dim), the tokens of a row one after the other; heads contiguous, head_dim
+    at most 256. Token j of a row attends to j tokens more than its first one. A row may have fewer real tokens; see
+    `num_row_tokens` of `plan_decode`. The query heads of a KV head times num_tokens are at most MAX_QUERIES.
+    cache: contiguous; block_size a multiple of 16. plan: from `plan_decode`. A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
     prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    group_size = q.shape[1] // cache.k.shape[1]
-    _launch(q, cache, plan, scale, group_size, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
+    _launch(q, cache, plan, scale, out, prefix=prefix, windowed=windowed, sinks=sinks, soft_cap=soft_cap)
     return out
 
 
@@ -532,30 +583,30 @@ def shared_prefix_attention(
     q: Tensor,
     cache: LayerCache,
     plan: TileList,
-    group_rows: Tensor,
+    num_sharers: Tensor,
     scale: float,
     soft_cap: float | None = None,
 ) -> PrefixResult:
-    """Attend from the rows of each group to the group's shared blocks, which are read once for all of them.
+    """Attend from all rows that share a prefix to its blocks, which are read once for all of them.
 
-    A group is a run of rows. group_rows: (num_rows,) int32: at the first row of each group, how many rows it has, at
-    most `max_prefix_group_rows`; 0 at other rows. plan: from a `plan_decode` in which the first row of a group has the
+    Sharers are a run of rows. num_sharers: (num_rows,) int32: at the first row of each run, how many rows it has, at
+    most `max_prefix_sharers`; 0 at other rows. plan: from a `plan_decode` in which the first row of a run has the
     shared blocks, and other rows have no tokens. For the rest, see `paged_decode_attention`.
     """
     out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
-    _launch(q, cache, plan, scale, GROUP_QUERIES, out, out_lse=lse, group_rows=group_rows, soft_cap=soft_cap)
+    _launch(q, cache, plan, scale, out, out_lse=lse, num_sharers=num_sharers, soft_cap=soft_cap)
     return PrefixResult(out, lse)
 
 
-def max_prefix_group_rows(group_size: int) -> int:
+def max_prefix_sharers(group_size: int, num_tokens: int = 1) -> int:
     """Return how many rows can read a shared prefix together, with `group_size` query heads for each KV head."""
-    return GROUP_QUERIES // group_size
+    return MAX_QUERIES // (group_size * num_tokens)
 
 
 def has_large_tiles(in_8_bits: bool, num_queries: int) -> bool:
     """Return whether the tiles of a cache have twice the tokens. Many queries leave no registers for them."""
-    return in_8_bits and num_queries <= FEW_QUERIES
+    return in_8_bits and num_queries <= SMALL_TILE
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -568,31 +619,34 @@ def _launch(
     cache,
     plan,
     scale,
-    num_queries,
     out,
     *,
     out_lse=None,
-    group_rows=None,
+    num_sharers=None,
     prefix=None,
     windowed=False,
     sinks=None,
     soft_cap=None,
 ):
-    """Attend from rows, or from groups of rows, and combine what several programs have computed of one."""
+    """Attend from rows, or from all sharers of a prefix, and combine what several programs have computed of one."""
     _, num_heads, head_dim = q.shape
     tiles, row_starts, tile_size = plan
     _, num_kv_heads, block_size, _ = cache.k.shape
+    group_size, num_tokens = num_heads // num_kv_heads, len(q) // plan.num_rows
+    num_queries = group_size * num_tokens if num_sharers is None else MAX_QUERIES
+    assert group_size * num_tokens <= MAX_QUERIES, f"{num_tokens} tokens of {group_size} heads do not fit into a tile"
     assert block_size % tile_size == 0, f"tiles of {tile_size} tokens do not lie within blocks of {block_size}"
     v_cache = cache.v
     if in_8_bits := cache.k_scales is not None:
         assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
         v_cache = v_cache.view(torch.int32)
-    queries = max(QUERY_TILE, next_power_of_2(num_queries))
-    num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= FEW_QUERIES else 1)
+    queries = max(MIN_QUERIES, next_power_of_2(num_queries))
+    num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= SMALL_TILE else 1)
     num_shares = max(1, num_programs // num_kv_heads)
     shapes = {
         "num_kv_heads": num_kv_heads,
-        "group_size": num_heads // num_kv_heads,
+        "group_size": group_size,
+        "num_tokens": num_tokens,
         "num_queries": num_queries,
         "head_dim": head_dim,
         "HEAD_DIM": padded_head_dim(head_dim),
@@ -607,7 +661,7 @@ def _launch(
         cache.v_scales,
         tiles,
         row_starts,
-        group_rows,
+        num_sharers,
         *(prefix or (None, None)),
         sinks,
         out,
@@ -616,7 +670,7 @@ def _launch(
         lse,
         scale * math.log2(math.e),
         q.stride(0),
-        len(q),
+        plan.num_rows,
         num_shares,
         **shapes,
         block_size=block_size,
@@ -631,16 +685,17 @@ def _launch(
     )
     if num_shares == 1:
         return
-    queries = 1 if group_rows is None else 4
+    # One token's queries are so few that each has a program.
+    queries = 1 if num_sharers is None and num_tokens == 1 else math.gcd(4, num_queries)
     _combine_kernel[(num_kv_heads * num_queries // queries, num_shares - 1)](
         tiles,
         row_starts,
-        group_rows,
+        num_sharers,
         partials,
         lse,
         out,
         out_lse,
-        len(q),
+        plan.num_rows,
         num_shares,
         **shapes,
         QUERIES=queries,
@@ -661,10 +716,10 @@ def _num_warps(queries: int, head_dim: int, in_8_bits: bool) -> int:
 
     In 8 bits the assembler of Triton 3.6 also makes wrong code of many queries with four warps (docs/quantization.md).
     """
-    return 8 if queries > FEW_QUERIES and (in_8_bits or head_dim > 128) else 4
+    return 8 if queries > SMALL_TILE and (in_8_bits or head_dim > 128) else 4
 
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:
     """Return how deep a pipeline fits into shared memory."""
-    always, on_hopper = (FEW_QUERIES, GROUP_QUERIES) if head_dim <= 128 else (QUERY_TILE, FEW_QUERIES)
+    always, on_hopper = (SMALL_TILE, MAX_QUERIES) if head_dim <= 128 else (MIN_QUERIES, SMALL_TILE)
     return STAGES if queries <= (on_hopper if has_large_shared_memory(device) else always) else 3
