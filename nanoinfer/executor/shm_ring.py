@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 NUM_SLOTS = 32
 SLOT_SIZE = 16384  # int32 numbers
 SPIN_SECONDS = 100e-6  # a worker polls for the next step this long before it sleeps
+GIVEN_UP = 2**62  # slots read by a reader that is gone: more than will ever be written
 CACHE_LINE = 8  # int64 numbers: the readers' counters lie in different cache lines
 
 
@@ -47,6 +48,10 @@ class Ring:
         self.num_read = wide[: CACHE_LINE * num_readers : CACHE_LINE]
         self.lengths = wide[CACHE_LINE * num_readers :]
         self.slots = np.frombuffer(self._arena.buffer, np.int32, offset=wide.nbytes).reshape(num_slots, slot_size)
+
+    def give_up(self, reader: int) -> None:
+        """Let the writer wait no more for a reader, which is gone."""
+        self.num_read[reader] = GIVEN_UP
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ring, (len(self.num_read), *self.slots.shape, self._arena)

@@ -354,7 +354,7 @@ class ReplicatedEngine(Engine):
         replica.connection.close()
         replica.workers.close(patience=0.0)
         replica.metrics.num_used_blocks = replica.metrics.num_blocks = 0
-        self.ring.num_read[replica.index] = 2**62  # the writer waits for it no more
+        self.ring.give_up(replica.index)
         if not self.alive():
             raise WorkerError(str(end))
         lost = [one for one in self._requests.values() if one.queued.replica == replica.index]

@@ -222,7 +222,7 @@ HOST_READS: Mapping[Any, Callable[..., Any]] = {
     Tensor.__float__: lambda x: 0.0,
     Tensor.nonzero: _no_indices,
     torch.nonzero: _no_indices,
-    torch.where: lambda x, *values: NotImplemented if values else _no_indices(x, as_tuple=True),
+    torch.where: lambda x, *values, **named: NotImplemented if values or named else _no_indices(x, as_tuple=True),
     Tensor.__contains__: lambda x, _: False,
 }
 
