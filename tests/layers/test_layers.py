@@ -19,7 +19,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
-from nanoinfer.layers.attention.backend import AttentionSpec, TorchBackend
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -643,6 +643,27 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
         window: [[0, 3, 0, 0]] for window in (None, 7, 9)
     }
     assert not metadata.plans
+
+
+def test_backends_plan_for_the_layers_of_a_block_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of one kind may lie in several tables, and two kinds in one."""
+    backends = AttentionBackends("auto", CPU, torch.float32, block_size=16)
+    windowed, capped = replace(FULL, window=7), replace(FULL, window=7, soft_cap=9.0)
+    places = LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(2, 0), LayerPlace(2, 1)
+    layers = [*zip((FULL, windowed, windowed, capped), places, strict=True)]
+    for spec, place in layers:
+        backends.for_layer(spec, place)
+    planned: list[tuple[AttentionSpec, LayerPlace]] = []
+
+    def plan(backend: AttentionBackend, metadata: str, cache: LayerPlace) -> str:
+        planned.append((backend.spec, cache))
+        return metadata
+
+    monkeypatch.setattr(TorchBackend, "plan", plan)
+    cache: Any = SimpleNamespace(layer=lambda place: place)
+    metadata: Any = "metadata"
+    assert [backends.plan(metadata, cache, table) for table in range(3)] == [metadata] * 3
+    assert planned == layers
 
 
 def test_a_package_that_is_broken_counts_as_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
