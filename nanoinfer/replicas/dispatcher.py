@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
+from nanoinfer.engine.engine import Recipient
 from nanoinfer.text.prompts import PreparedRequest
 
 PREFIX_TOKENS = 64  # prompts that are equal so far begin alike
@@ -27,11 +28,17 @@ MAX_HOMES = 65536  # prefixes whose replica is remembered
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request on its way to a replica, or on one."""
+    """A request on its way to a replica, or on one, until its output is there."""
 
     request_id: int
     prepared: PreparedRequest
+    to: Recipient
     work: float  # expected, in generated tokens
+    sent: float = 0.0  # to the replica that has it (perf_counter)
+    streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk
+    is_paused: bool = False  # if no replica has it, it does not wait for one
+    is_aborted: bool = False  # its output is on its way
+    # Written by the Dispatcher:
     round: int = -1  # the same for requests that were queued together
     replica: int | None = None  # where it is; None while it waits
     is_counted: bool = False  # as work of that replica
