@@ -16,7 +16,7 @@ import torch
 from nanoinfer import LLM, PoolingParams
 from nanoinfer.engine import request_queue
 from nanoinfer.engine.preparer import Portions
-from nanoinfer.engine.request_queue import Inbox
+from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.pooling_calls import pooling_steps
 from nanoinfer.pooling_calls.pooled_output import activate
 from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
@@ -218,6 +218,11 @@ def test_a_step_that_fails_leaves_a_usable_engine(
     assert all(np.array_equal(a.outputs.embedding, b.outputs.embedding) for a, b in zip(found, expected, strict=True))
 
 
+def run_to_the_end(queue: RequestQueue, inbox: Inbox) -> None:
+    while not inbox.is_complete:
+        queue.step()
+
+
 def test_texts_of_a_step_that_fails_are_computed_by_the_next_one_of_any_call(
     encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,13 +234,12 @@ def test_texts_of_a_step_that_fails_are_computed_by_the_next_one_of_any_call(
             queue.add_requests(portions.take(), inbox, llm.engine.reserved_ids.reserve(len(PROMPTS)))
         queue.step()
         for name in ("wait", "launch"):
-            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            with monkeypatch.context() as patch:
                 patch.setattr(llm.engine.runner, name, lambda *_: 1 // 0)
-                queue.step()
-                queue.step()
+                with pytest.raises(ZeroDivisionError):
+                    run_to_the_end(queue, inboxes[0])
         queue.drop(inboxes[0])
-        while not inboxes[1].is_complete:
-            queue.step()
+        run_to_the_end(queue, inboxes[1])
         found = sorted(inboxes[1].outputs, key=lambda output: output.request_id)
         assert is_close(found, [expected[index] for index in portions.order])
         assert inboxes[0].outputs == []
