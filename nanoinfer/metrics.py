@@ -36,6 +36,18 @@ class EngineMetrics:
 
     __repr__ = short_repr
 
+    def count_step(self, is_prefill: bool, num_prefill_tokens: int, num_generated: int, seconds: float) -> None:
+        """Count a step that computed so many tokens of prompts, and gave so many sequences a token that was wanted."""
+        self.num_generated_tokens += num_generated
+        if is_prefill:
+            self.num_prefill_steps += 1
+            self.prefill_tokens += num_prefill_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.num_decode_steps += 1
+            self.decode_tokens += num_generated
+            self.decode_seconds += seconds
+
     @property
     def prefix_hit_rate(self) -> float:
         """Return the share of the prompts' tokens that came from the prefix cache."""

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.interfaces import SILENT
 from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.errors import RequestError
 from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
@@ -84,11 +85,24 @@ class ReservedIds:
 class EventSource(Protocol):
     """Has the events of steps, and what happened to requests since: a StepEventListener, or ReplicaEvents."""
 
+    def stepped(self) -> Iterable[StepEvent]:
+        """The engine has run a step. Return the events that are complete with it."""
+
     def take(self) -> Iterable[StepEvent]:
-        """Return the events that were not taken yet."""
+        """Return the events that `stepped` has not returned."""
 
     def take_rest(self) -> tuple[list[RequestChange], float]:
         """Return the changes that are in no event yet, and when the last step in flight was launched; 0.0: unknown."""
+
+
+class Steps(Protocol):
+    """Takes requests and runs them in steps: an Engine, or something else that uses its runner."""
+
+    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None: ...
+
+    def step(self) -> None: ...
+
+    def abort(self, request_ids: Collection[int]) -> None: ...
 
 
 class Engine(ABC):
@@ -103,6 +117,7 @@ class Engine(ABC):
         self.reserved_ids = ReservedIds()
         self._requests: dict[int, Any] = {}  # by id, until they are handed over
         self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
+        self.events: Any = SILENT  # an EventSource while there are callbacks
         self._callbacks: list[StepCallback] = []
         self._registration = threading.RLock()  # held while a callback comes or goes; a finalizer may end one meanwhile
 
@@ -166,9 +181,29 @@ class Engine(ABC):
 
     # -------- Steps ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def step(self) -> None:
+        """Compute, hand over what has finished, and call the functions of `on_step`, which may call the engine."""
+        self._run(self._step)
+
+    @abstractmethod
+    def _step(self) -> None:
         """Compute, and hand over what has finished."""
+
+    def settle(self) -> int:
+        """End the steps under way and what was aborted, and begin none; return how many requests are unfinished."""
+        self._run(self._settle)
+        return self.num_unfinished()
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """End the steps under way and what was aborted, and hand it over."""
+
+    def _run(self, method: Callable[[], None]) -> None:
+        with self.guard:
+            method()
+        for event in self.events.stepped():
+            for callback in [*self._callbacks]:
+                callback(event)
 
     def on_step(self, callback: StepCallback) -> Callable[[], None]:
         """Call a function with the StepEvent of each step, from now on; return a function that ends this.
@@ -194,17 +229,6 @@ class Engine(ABC):
 
     def _listen(self) -> None:  # noqa: B027 (an engine may look at the callbacks itself)
         """Have events come while there are callbacks, and no longer."""
-
-    @property
-    @abstractmethod
-    def events(self) -> EventSource:
-        """What has the events that no callback was called with yet; only while there are callbacks."""
-
-    def _call_back(self, events: Iterable[StepEvent]) -> None:
-        """Call all functions with events. They may call the engine."""
-        for event in events:
-            for callback in [*self._callbacks]:
-                callback(event)
 
     # -------- The whole engine ----------------------------------------------------------------------------------------
 

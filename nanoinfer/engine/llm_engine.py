@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.cache_groups.specs import SlidingWindowSpec, num_snapshots
-from nanoinfer.engine.engine import Action, Engine, EventSource, Recipient
+from nanoinfer.engine.engine import Action, Engine, Recipient
 from nanoinfer.engine.extras import Extras
 from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, RunnerLimits, SampledStep
 from nanoinfer.engine.packet import pack
@@ -100,25 +100,26 @@ class LLMEngine(Engine):
             self.scheduler.listener.arrived(completion.seq, to.arrival_time)
         return request
 
-    def step(self, launch: bool = True) -> None:
+    def _step(self) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
 
-        launch: whether a step may be launched; if not, nothing is computed that was not under way.
         If a step fails, the requests that were in it are queued again and the error is raised.
         """
-        with self.guard:
-            if self._pending_actions:
-                self._apply_actions()
-            launched = launch and self._launch()
-            self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
-            if self.scheduler.is_finished():
-                self._collect_until(max_in_flight=0)  # launched before a stop was known: its tokens are dropped
-            try:
-                if launch and self._launches_early and not self._in_flight:
-                    self._launch()  # rows are free now: the device computes while outputs are made
-            finally:
-                self._hand_over()
-        self._call_back(self.scheduler.listener.stepped())
+        if self._pending_actions:
+            self._apply_actions()
+        launched = self._launch()
+        self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
+        if self.scheduler.is_finished():
+            self._collect_until(max_in_flight=0)  # launched before a stop was known: its tokens are dropped
+        try:
+            if self._launches_early and not self._in_flight:
+                self._launch()  # rows are free now: the device computes while outputs are made
+        finally:
+            self._hand_over()
+
+    def _settle(self) -> None:
+        self._apply_actions()
+        self._hand_over()
 
     def _hand_over(self) -> None:
         """Finish the samples whose sequences have finished, and their requests with the last of them."""
@@ -171,10 +172,6 @@ class LLMEngine(Engine):
             self.reset_prefix_cache()
         return True
 
-    def limit_model_len(self, max_model_len: int) -> None:
-        """Let no sequence that is queued from now on have more tokens."""
-        self.scheduler.max_model_len = max_model_len
-
     def metrics(self) -> EngineMetrics:
         return replace(
             self.stats,
@@ -184,16 +181,10 @@ class LLMEngine(Engine):
             num_snapshots=self.block_manager.num_snapshots,
         )
 
-    @property
-    def events(self) -> EventSource:
-        listener: Any = self.scheduler.listener
-        return listener
-
     def _listen(self) -> None:
-        if not self._callbacks:
-            self.scheduler.listener = SILENT
-        elif self.scheduler.listener is SILENT:
-            self.scheduler.listener = self._new_listener(self.scheduler)
+        if (self.events is SILENT) == bool(self._callbacks):
+            self.events = self._new_listener(self.scheduler) if self._callbacks else SILENT
+            self.scheduler.listener = self.events
 
     def close(self) -> None:
         self.guard.check()
@@ -266,21 +257,10 @@ class LLMEngine(Engine):
     def count_step(
         self, started: float, now: float, is_prefill: bool, num_prefill_tokens: int, num_tokens: int
     ) -> None:
-        """Count a step that was launched and collected at these times (perf_counter).
-
-        num_prefill_tokens: tokens of prompts that it computed. num_tokens: generated ones that were wanted.
-        """
+        """Count a step that was launched and collected at these times (perf_counter)."""
         seconds = now - max(started, self._last_collected)  # steps overlap, and the one before this may end later
-        stats, self._last_collected = self.stats, now
-        stats.num_generated_tokens += num_tokens
-        if is_prefill:
-            stats.num_prefill_steps += 1
-            stats.prefill_tokens += num_prefill_tokens
-            stats.prefill_seconds += seconds
-        else:
-            stats.num_decode_steps += 1
-            stats.decode_tokens += num_tokens
-            stats.decode_seconds += seconds
+        self.stats.count_step(is_prefill, num_prefill_tokens, num_tokens, seconds)
+        self._last_collected = now
 
     def _note_finished(self, finished: list[Sequence]) -> None:
         """Queue sequences that have just finished, for `_hand_over`."""

@@ -13,12 +13,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Protocol
 
-from nanoinfer.engine.engine import Action, Engine, Recipient
+from nanoinfer.engine.engine import Action, Engine, Recipient, Steps
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.outputs import RequestOutput, StreamChunk
@@ -51,16 +50,6 @@ class Inbox:
 
     def unfinished_ids(self) -> set[int]:
         return self.request_ids - {output.request_id for output in self.outputs}
-
-
-class Steps(Protocol):
-    """Runs requests: an Engine, or something else that uses its runner."""
-
-    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None: ...
-
-    def step(self) -> None: ...
-
-    def abort(self, request_ids: Collection[int]) -> None: ...
 
 
 class RequestQueue:

@@ -58,7 +58,7 @@ class PoolingCalls:
         config, self._model = model_config.pooling, options.model
         assert config is not None, "the folder was read, and with it how the model pools"
         self._queue, self._preparer, self._config, self._pooling_steps = queue, preparer, config, pooling_steps
-        self.text_queue = RequestQueue(queue.engine, pooling_steps, queue.lock)
+        self.text_queue = RequestQueue(queue.engine, pooling_steps, queue.lock) if pooling_steps else queue
         limits = {"max_model_len": max_model_len}
         if config.max_tokens is not None:
             limits["max_seq_length"] = config.max_tokens

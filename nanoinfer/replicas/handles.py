@@ -89,9 +89,11 @@ class ReplicaEvents:
         """Keep what happened to requests of a replica after its last event, for the next one."""
         self._changes.setdefault(replica, []).extend(changes)
 
-    def take(self) -> Iterator[StepEvent]:
+    def stepped(self) -> Iterator[StepEvent]:
         while self._arrived:
             yield self._arrived.popleft()
+
+    take = stepped
 
     def take_rest(self) -> tuple[list[RequestChange], float]:
         changes = [change for each in self._changes.values() for change in each]

@@ -127,7 +127,7 @@ class Replica:
         self._told = 0.0  # when the parent was last told of the work
         self._end_events: Callable[[], None] | None = None
         self._calls: dict[str, Callable[..., None]] = {
-            "limit": self._engine.limit_model_len,
+            "limit": self._limit,
             "reset_prefix_cache": loaded.queue.reset_prefix_cache,
             "sleep": loaded.control.sleep,
             "wake_up": loaded.control.wake_up,
@@ -143,9 +143,10 @@ class Replica:
             threading.Thread(target=work, name="nanoinfer pipe", daemon=True).start()
         engine = self._engine
         while self._serve(wait=engine.is_finished() or engine.num_only_paused() > 0):
-            if not engine.is_finished():
-                is_ready = engine.check_open(is_for_steps=False).unready_reason is None
-                engine.step(launch=is_ready)  # one that sleeps still ends what is aborted
+            if engine.check_open(is_for_steps=False).unready_reason is None:
+                engine.step()
+            else:
+                engine.settle()  # one that sleeps still ends what is aborted
             self._report()
 
     def _read(self) -> None:
@@ -235,6 +236,10 @@ class Replica:
             error = raised
         runner = self._engine.runner
         self._send(Reply(error, None if runner is None else runner.unready_reason))
+
+    def _limit(self, max_model_len: int) -> None:
+        """Let no sequence have more tokens than the replica with the least memory can hold."""
+        self._engine.scheduler.max_model_len = max_model_len
 
     def _send_events(self, are_wanted: bool) -> None:
         """Send a StepEvent for each step from now on, or no more."""

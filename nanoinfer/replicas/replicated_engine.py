@@ -74,7 +74,7 @@ class ReplicatedEngine(Engine):
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._requests: dict[int, QueuedRequest] = {}
-        self._events = ReplicaEvents()
+        self.events = ReplicaEvents()
         self._losses: deque[str] = deque()  # what is to be warned of
         self._listens = self._is_closed = False
         self._failure: NanoinferError | None = None  # what calls raise if an error has closed it
@@ -90,10 +90,10 @@ class ReplicatedEngine(Engine):
         self.dispatcher.add(request)
         return request
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Send requests to replicas that run short, and hand over what has come back; wait a moment if nothing has."""
         self.check_open()
-        with self.guard, self.whole_messages():
+        with self.whole_messages():
             self._tell_whether_listening()
             self._apply_actions()
             self._feed()
@@ -101,8 +101,7 @@ class ReplicatedEngine(Engine):
             self._lose_hanging()
             self._feed()
         while self._losses:
-            warnings.warn(self._losses.popleft(), RuntimeWarning, stacklevel=2)
-        self._call_back(self._events.take())
+            warnings.warn(self._losses.popleft(), RuntimeWarning, stacklevel=4)
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop these requests at once; finished ones are ignored."""
@@ -126,10 +125,6 @@ class ReplicatedEngine(Engine):
         with self.whole_messages():
             self.call("reset_prefix_cache")
 
-    @property
-    def events(self) -> ReplicaEvents:
-        return self._events
-
     def close(self) -> None:
         """End the replicas. Closing twice is fine; other calls then raise EngineClosedError."""
         self.guard.check()
@@ -143,6 +138,14 @@ class ReplicatedEngine(Engine):
         reason = next(filter(None, (one.unready_reason for one in self.alive())), None)
         if is_for_steps and reason:
             raise EngineStateError(reason)
+
+    def _settle(self) -> None:
+        with self.whole_messages():
+            self._apply_actions()
+            while any(request.is_aborted for request in self._requests.values()):
+                self.receive(TURN_SECONDS)
+                self._lose_hanging()
+                self._apply_actions()  # of a replica that has ended
 
     # -------- What the rest of this folder asks for -------------------------------------------------------------------
 
@@ -183,15 +186,6 @@ class ReplicatedEngine(Engine):
             self._failure = closed_by(error)
         self._is_closed = True
         self._finalizer()
-
-    def settle(self) -> int:
-        """Wait for the outputs of aborted requests; return how many requests are still unfinished."""
-        self._apply_actions()
-        while any(request.is_aborted for request in self._requests.values()):
-            self.receive(TURN_SECONDS)
-            self._lose_hanging()
-            self._apply_actions()  # of a replica that has ended
-        return self.num_unfinished()
 
     def receive(self, seconds: float, replicas: list[ReplicaHandle] | None = None) -> None:
         """Take in what replicas have sent; if there is nothing, wait for it at most `seconds`."""
@@ -265,9 +259,9 @@ class ReplicatedEngine(Engine):
             case EngineMetrics():
                 replica.metrics = message
             case StepEvent():
-                self._events.arrive(replica.index, message)
+                self.events.arrive(replica.index, message)
             case Changes(changes):
-                self._events.add_changes(replica.index, changes)
+                self.events.add_changes(replica.index, changes)
             case Reply():
                 replica.replies.append(message)
             case Logged(level, text):
