@@ -10,6 +10,7 @@ A sample of a request ends for one of these reasons:
 """
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from nanoinfer.engine.engine import Recipient
@@ -138,17 +139,18 @@ class Request:
 
     def output(self) -> RequestOutput | None:
         """Return what its user gets, once all its samples have finished."""
-        outputs = [completion.output for completion in self.completions if completion.output is not None]
-        if len(outputs) < len(self.completions):
-            return None
-        seqs = [completion.seq for completion in self.completions]
+        outputs: list[CompletionOutput] = []
+        for completion in self.completions:
+            if completion.output is None:
+                return None
+            outputs.append(completion.output)
         first = self.completions[0]  # the first to run
-        num_later = max(len(seq.token_ids) for seq in seqs) - seqs[0].num_prompt_tokens - 1
+        num_later = max(map(len, map(attrgetter("token_ids"), outputs))) - 1
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=seqs[0].prompt_token_ids,
-            num_cached_tokens=seqs[0].num_cached_tokens or 0,
+            prompt_token_ids=first.seq.prompt_token_ids,
+            num_cached_tokens=first.seq.num_cached_tokens or 0,
             outputs=outputs,
             metrics=RequestMetrics.of(self.to.arrival_time, first.start_time, first.first_token_time, num_later),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),

@@ -28,7 +28,7 @@ from nanoinfer.text.arguments import (
     Prompts,
     as_list_of_prompts,
     check_on_error,
-    one_of_kind_for_each,
+    one_for_each,
 )
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts
 
@@ -89,7 +89,7 @@ class PoolingCalls:
         if self._config.is_classifier:
             raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
         given = as_list_of_prompts(prompts)
-        all_params = one_of_kind_for_each(params, len(given), PoolingParams, "pooling_params")
+        all_params = one_for_each(params, len(given), PoolingParams, "pooling_params")
         for size in {one.dimensions for one in all_params}:
             self._check_dimensions(size)
         if wanted is not None:
@@ -115,7 +115,7 @@ class PoolingCalls:
         if rewards and len(self._config.labels) != 1:
             raise RequestError(f"reward needs a head of one value, and this one has {len(self._config.labels)} classes")
         given, pairs = split_pairs(prompts)
-        all_params = one_of_kind_for_each(params, len(given), PoolingParams, "pooling_params")
+        all_params = one_for_each(params, len(given), PoolingParams, "pooling_params")
         if any(one.dimensions is not None for one in all_params):
             raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
         makes = PooledReward if rewards else PooledClasses
