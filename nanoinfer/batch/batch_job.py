@@ -31,6 +31,7 @@ from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.pooling_calls.pooled_output import PooledEmbedding
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
@@ -280,7 +281,7 @@ class Job:
         body = question.body
         if "input" in body:
             params = PoolingParams(dimensions=body.get("dimensions"))
-            return self._llm.pooling_calls.prepare_embeddings(body["input"], params, at_once=True).take()
+            return self._llm.pooling_calls.prepare(PooledEmbedding, body["input"], params, at_once=True).take()
         if "messages" in body:
             options = {name: body[name] for name in CHAT_OPTIONS if name in body}
             return self._preparer.prepare_chat(self._with_system(body["messages"]), self._params(question), options)

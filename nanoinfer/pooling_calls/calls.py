@@ -15,7 +15,7 @@ from nanoinfer.engine.preparer import Portions, Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, raising_errors
-from nanoinfer.pooling_calls.pooled_output import PooledClasses, PooledEmbedding, PooledOutput, PooledReward
+from nanoinfer.pooling_calls.pooled_output import PooledOutput
 from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from nanoinfer.pooling_outputs import PoolingOutputs
 from nanoinfer.pooling_params import PoolingParams
@@ -25,7 +25,6 @@ from nanoinfer.text.arguments import (
     Errors,
     OnError,
     Prompt,
-    Prompts,
     as_list_of_prompts,
     check_on_error,
     one_for_each,
@@ -77,56 +76,13 @@ class PoolingCalls:
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
         self._size = len(config.labels) or sizes[-1]  # values of an embedding, or logits
 
-    def prepare_embeddings(
+    def prepare(
         self,
-        prompts: Prompts,
-        params: PoolingArguments = None,
-        prompt_name: str | None = None,
-        wanted: HiddenStatesOptions | None = None,
-        **options: Any,
-    ) -> Portions:
-        """Prepare the requests of `LLM.embed`. wanted: hidden states that are wanted, too. options: see `_portions`."""
-        if self._config.is_classifier:
-            raise RequestError(f"embed needs an embedding model, and {self._model} is a classifier; use classify")
-        given = as_list_of_prompts(prompts)
-        all_params = one_for_each(params, len(given), PoolingParams, "pooling_params")
-        for size in {one.dimensions for one in all_params}:
-            self._check_dimensions(size)
-        if wanted is not None:
-            options["at_once"] = True
-        portions = self._portions(self._begun(given, prompt_name), {}, all_params, PooledEmbedding, **options)
-        return portions if wanted is None else wanted.add_to(portions)
-
-    def prepare_classes(
-        self,
+        makes: type[PooledOutput],
         prompts: Any,
         params: PoolingArguments = None,
         prompt_name: str | None = None,
-        rewards: bool = False,
-        **options: Any,
-    ) -> Portions:
-        """Prepare the requests of `LLM.classify`, or of `LLM.reward`. options: see `_portions`."""
-        call = "reward" if rewards else "classify"
-        if not self._config.is_classifier:
-            raise RequestError(
-                f"{call} needs a classification head, and {self._model} has none; use embed, or a model such as one of "
-                "...ForSequenceClassification"
-            )
-        if rewards and len(self._config.labels) != 1:
-            raise RequestError(f"reward needs a head of one value, and this one has {len(self._config.labels)} classes")
-        given, pairs = split_pairs(prompts)
-        all_params = one_for_each(params, len(given), PoolingParams, "pooling_params")
-        if any(one.dimensions is not None for one in all_params):
-            raise RequestError(f"dimensions is about embeddings, and {call} returns none; leave it out")
-        makes = PooledReward if rewards else PooledClasses
-        return self._portions(self._begun(given, prompt_name), pairs, all_params, makes, **options)
-
-    def _portions(
-        self,
-        prompts: list[Prompt],
-        pairs: dict[int, str],
-        all_params: list[PoolingParams],
-        makes: type[PooledOutput],
+        wanted: HiddenStatesOptions | None = None,
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
@@ -134,9 +90,13 @@ class PoolingCalls:
     ) -> Portions:
         """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served.
 
-        makes: the outputs. tokenization_kwargs, on_error: those of the call. at_once: whether all are checked before
-        any is queued, in the order of the prompts.
+        makes: the outputs. wanted: hidden states that are wanted, too. at_once: whether all are checked before any is
+        queued, in the order of the prompts. The other arguments are those of `LLM.embed`.
         """
+        given, pairs = split_pairs(prompts) if makes.takes_pairs else (as_list_of_prompts(prompts), {})
+        all_params = one_for_each(params, len(given), PoolingParams, "pooling_params")
+        makes.check(self._config, self._size, self._model, all_params)
+        prompts = self._begun(given, prompt_name)
         check_on_error(on_error)
         self._queue.engine.check_open()
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, POOLING_TOKENIZATION_OPTIONS, {})
@@ -168,8 +128,9 @@ class PoolingCalls:
                 )
             return requests
 
-        if at_once:
-            return Portions(prepare, range(len(prompts)), None, on_error)
+        if at_once or wanted is not None:
+            portions = Portions(prepare, range(len(prompts)), None, on_error)
+            return portions if wanted is None else wanted.add_to(portions)
         order = sorted(range(len(prompts)), key=lambda index: -_length(prompts[index]))
         return Portions(prepare, order, self._preparer.portion_size, on_error)
 
@@ -221,14 +182,6 @@ class PoolingCalls:
             outputs: list[Any] = queue.complete(portions, show)
         by_index = dict(zip(portions.order, outputs, strict=True))
         return PoolingOutputs(by_index[index] for index in range(len(outputs)))
-
-    def _check_dimensions(self, dimensions: int | None) -> None:
-        known = self._config.dimensions
-        if dimensions is None:
-            return
-        if dimensions > self._size or (known and dimensions not in known):
-            allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {self._size}"
-            raise RequestError(f"dimensions={dimensions} is not what this model was made for; use {allowed}")
 
     def _begun(self, prompts: list[Prompt], prompt_name: str | None) -> list[Prompt]:
         """Begin texts with a prompt, by the name that sentence-transformers' files give it; of pairs, the first."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
+from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_calls.pooling_steps import check_finite
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
@@ -27,9 +28,16 @@ class PooledOutput(ABC):
     size: values of an embedding, or logits.
     """
 
+    takes_pairs: ClassVar[bool] = True  # of texts
+
     config: PoolingConfig
     size: int
     params: PoolingParams
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: PoolingConfig, size: int, model: str, all_params: list[PoolingParams]) -> None:
+        """Raise RequestError where a model does not make these outputs, or not with the parameters of a call."""
 
     @abstractmethod
     def make(self, values: Values) -> list[Any]:
@@ -62,7 +70,19 @@ class PooledOutput(ABC):
 
 
 class PooledEmbedding(PooledOutput):
-    """Cuts and normalises vectors."""
+    """Cuts and normalises vectors, for `LLM.embed`."""
+
+    takes_pairs = False
+
+    @classmethod
+    def check(cls, config: PoolingConfig, size: int, model: str, all_params: list[PoolingParams]) -> None:
+        if config.is_classifier:
+            raise RequestError(f"embed needs an embedding model, and {model} is a classifier; use classify")
+        known = config.dimensions
+        for dimensions in {one.dimensions for one in all_params if one.dimensions is not None}:
+            if dimensions > size or (known and dimensions not in known):
+                allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {size}"
+                raise RequestError(f"dimensions={dimensions} is not what this model was made for; use {allowed}")
 
     def make(self, values: Values) -> list[EmbeddingOutput]:
         params, config = self.params, self.config
@@ -78,17 +98,37 @@ class PooledEmbedding(PooledOutput):
 
 
 class PooledClasses(PooledOutput):
-    """Makes probabilities of logits."""
+    """Makes probabilities of logits, for `LLM.classify`."""
 
-    def make(self, values: Values) -> list[ClassificationOutput]:
+    call: ClassVar[str] = "classify"
+
+    @classmethod
+    def check(cls, config: PoolingConfig, size: int, model: str, all_params: list[PoolingParams]) -> None:
+        if not config.is_classifier:
+            raise RequestError(
+                f"{cls.call} needs a classification head, and {model} has none; use embed, or a model such as one of "
+                "...ForSequenceClassification"
+            )
+        if any(one.dimensions is not None for one in all_params):
+            raise RequestError(f"dimensions is about embeddings, and {cls.call} returns none; leave it out")
+
+    def make(self, values: Values) -> list[Any]:
         activation = "Identity" if self.params.use_activation is False else self.config.activation
         return [ClassificationOutput(probs.copy(), self.config.labels) for probs in activate(values, activation)]
 
 
-class PooledReward(PooledOutput):
-    """Takes the only logit for the reward."""
+class PooledReward(PooledClasses):
+    """Takes the only logit for the reward, for `LLM.reward`."""
 
-    def make(self, values: Values) -> list[RewardOutput]:
+    call = "reward"
+
+    @classmethod
+    def check(cls, config: PoolingConfig, size: int, model: str, all_params: list[PoolingParams]) -> None:
+        super().check(config, size, model, all_params)
+        if len(config.labels) != 1:
+            raise RequestError(f"reward needs a head of one value, and this one has {len(config.labels)} classes")
+
+    def make(self, values: Values) -> list[Any]:
         scores = activate(values, self.config.activation if self.params.use_activation else "Identity")[..., 0]
         return [RewardOutput(float(score) if score.ndim == 0 else score.copy()) for score in scores]
 

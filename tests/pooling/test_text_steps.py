@@ -18,7 +18,7 @@ from nanoinfer.engine import request_queue
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.pooling_calls import pooling_steps
-from nanoinfer.pooling_calls.pooled_output import activate
+from nanoinfer.pooling_calls.pooled_output import PooledEmbedding, activate
 from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
@@ -230,7 +230,7 @@ def test_texts_of_a_step_that_fails_are_computed_by_the_next_one_of_any_call(
         queue, inboxes = llm.pooling_calls.text_queue, [Inbox(), Inbox()]
         expected = llm.embed([*PROMPTS, *PROMPTS], use_tqdm=False)
         for inbox in inboxes:
-            portions = llm.pooling_calls.prepare_embeddings(PROMPTS)
+            portions = llm.pooling_calls.prepare(PooledEmbedding, PROMPTS)
             queue.add_requests(portions.take(), inbox, llm.engine.reserved_ids.reserve(len(PROMPTS)))
         queue.step()
         for name in ("wait", "launch"):
@@ -325,10 +325,10 @@ def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, 
     with LLM(decoder, **DECODER) as llm:
         expected = watched(llm, lambda: llm.embed(texts, use_tqdm=False))
         assert not packed
-        prepared = llm.pooling_calls.prepare_embeddings(texts).take()
+        prepared = llm.pooling_calls.prepare(PooledEmbedding, texts).take()
         portions = Portions(lambda indices, _: [prepared[index] for index in indices], range(len(texts)), 256)
         found: list[Any] = llm.pooling_calls.text_queue.complete(portions, lambda _: None)
-        order = llm.pooling_calls.prepare_embeddings(texts).order
+        order = llm.pooling_calls.prepare(PooledEmbedding, texts).order
     assert is_close([found[order.index(index)] for index in range(len(texts))], expected)
     assert sum(packed) == 2 * len(MANY)
 
@@ -336,7 +336,7 @@ def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, 
 def test_requests_of_others_that_are_paused_give_up_their_rows(decoder: Path, packed: list[int]) -> None:
     with LLM(decoder, **DECODER) as llm:
         expected, expected_alike = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
-        portions, inbox = llm.pooling_calls.prepare_embeddings(ALIKE), Inbox()
+        portions, inbox = llm.pooling_calls.prepare(PooledEmbedding, ALIKE), Inbox()
         ids = llm.queue.add_requests(portions.take(), inbox)
         llm.pause(ids)
         assert is_close(llm.embed(MANY, use_tqdm=False), expected)
