@@ -31,7 +31,6 @@ from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.outputs import RequestOutput
-from nanoinfer.pooling_calls.pooled_output import PooledEmbedding
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
@@ -281,6 +280,8 @@ class Job:
         body = question.body
         if "input" in body:
             params = PoolingParams(dimensions=body.get("dimensions"))
+            from nanoinfer.pooling_calls.pooled_output import PooledEmbedding  # which imports PyTorch
+
             return self._llm.pooling_calls.prepare(PooledEmbedding, body["input"], params, at_once=True).take()
         if "messages" in body:
             options = {name: body[name] for name in CHAT_OPTIONS if name in body}
