@@ -160,14 +160,11 @@ class LLMEngine(Engine):
         return not (self._callbacks or self.scheduler.paused)
 
     def free_all_blocks(self) -> bool:
-        """Empty all rows and blocks, for a step that is not the scheduler's; False while requests are running.
-
-        Paused requests give theirs up, and the prefix cache is cleared. Those of an encoder are empty between steps.
-        """
-        if not self.scheduler.whole_prompts:
+        """Empty all rows, blocks and the prefix cache for another's step; False while requests run that keep theirs."""
+        if not self.scheduler.whole_prompts:  # an encoder's requests hold none between steps
             if not self.scheduler.is_finished():
                 return False
-            while self.scheduler.reclaim():
+            while self.scheduler.reclaim():  # from paused requests
                 pass
             self.reset_prefix_cache()
         return True
@@ -221,7 +218,7 @@ class LLMEngine(Engine):
         except BaseException:
             self._discard(batch)
             raise
-        for seq in batch.admitted:  # while the device computes
+        for seq in batch.admitted:  # their texts are made while the device computes
             if not seq.stopping.ends_with_prompt:
                 self._requests[seq.request_id].completions[seq.sample].text()
         return True
@@ -249,17 +246,15 @@ class LLMEngine(Engine):
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._note_finished(self.scheduler.update(step.batch, token_ids))
         self.extras.collected(self._requests, step.batch, step.handle, wanted)
-        self.count_step(step.started, now, bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted))
+        self.count_step(step.started, now, step.batch.num_prefill_tokens, sum(wanted))
         self.scheduler.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
 
-    def count_step(
-        self, started: float, now: float, is_prefill: bool, num_prefill_tokens: int, num_tokens: int
-    ) -> None:
+    def count_step(self, started: float, now: float, num_prefill_tokens: int, num_tokens: int) -> None:
         """Count a step that was launched and collected at these times (perf_counter)."""
         seconds = now - max(started, self._last_collected)  # steps overlap, and the one before this may end later
-        self.stats.count_step(is_prefill, num_prefill_tokens, num_tokens, seconds)
+        self.stats.count_step(num_prefill_tokens, num_tokens, seconds)
         self._last_collected = now
 
     def _note_finished(self, finished: list[Sequence]) -> None:

@@ -140,7 +140,7 @@ class PoolingSteps:
             self._in_flight.clear()
             raise
         self._in_flight.popleft()
-        engine.count_step(step.started, time.perf_counter(), True, step.num_tokens, 0)
+        engine.count_step(step.started, time.perf_counter(), step.num_tokens, 0)
         found, reserved = step.handle.hidden_states, engine.reserved_ids  # one of all texts, or one of each
         values: Any = [one.values.numpy() for one in found]
         if isinstance(found[0], PooledVectors):
