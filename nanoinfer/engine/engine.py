@@ -1,7 +1,7 @@
-"""What all engines have in common: LLMEngine, a ReplicatedEngine, and the steps of whole texts.
+"""What all engines have in common: the LLMEngine of this process, and the ReplicatedEngine of several.
 
-Calls reserve ids and add requests; users abort, pause and resume them at any moment; functions are called with the
-event of each step. What a subclass adds is who computes the steps.
+Calls reserve ids and add requests. Users abort, pause and resume these at any moment. Functions of `LLM.on_step` are
+called with the event of each step. A subclass adds who computes the steps.
 """
 
 import threading
@@ -199,6 +199,7 @@ class Engine(ABC):
         """End the steps under way and what was aborted, and hand it over."""
 
     def _run(self, method: Callable[[], None]) -> None:
+        """Call a method within the guard, and the functions of `on_step` after it."""
         with self.guard:
             method()
         for event in self.events.stepped():

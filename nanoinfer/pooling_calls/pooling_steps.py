@@ -74,11 +74,11 @@ class PoolingSteps:
         )
 
     def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
-        """Queue a text. Its id stays reserved until its output is there, which remembers what is asked of it."""
+        """Queue a text. Its id stays reserved until its output is there, so that an abort is remembered."""
         if prepared.error is None:
             self._waiting.append(Text(request_id, prepared, to))
         else:
-            self._engine.add_request(request_id, prepared, to)  # which refuses it
+            self._engine.add_request(request_id, prepared, to)  # refuses it
 
     def step(self) -> None:
         """Launch a step, or collect one. A text that is too long for one is left to the engine's own steps."""
@@ -96,7 +96,7 @@ class PoolingSteps:
             engine.step()
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop these texts; what a step in flight brings of them goes nowhere."""
+        """Drop these texts. Nobody reads what a step in flight still brings of them."""
         self._waiting = deque(text for text in self._waiting if text.request_id not in request_ids)
         self._engine.reserved_ids.release(request_ids)
         self._engine.abort(request_ids)
@@ -112,7 +112,7 @@ class PoolingSteps:
         texts: list[Text] = []
         while self._waiting and len(texts) < runner.limits.max_num_seqs:
             size = len(self._waiting[0].prepared.token_ids)
-            num_tokens, num_blocks = num_tokens + size, num_blocks - -(-size // block_size)
+            num_tokens, num_blocks = num_tokens + size, num_blocks + -(-size // block_size)
             if texts and (num_tokens > config.max_num_batched_tokens or num_blocks > runner.limits.num_blocks):
                 num_tokens -= size
                 break
@@ -141,7 +141,7 @@ class PoolingSteps:
             raise
         self._in_flight.popleft()
         engine.count_step(step.started, time.perf_counter(), step.num_tokens, 0)
-        found, reserved = step.handle.hidden_states, engine.reserved_ids  # one of all texts, or one of each
+        reserved, found = engine.reserved_ids, step.handle.hidden_states  # one of all texts, or one of each
         values: Any = [one.values.numpy() for one in found]
         if isinstance(found[0], PooledVectors):
             [values] = values

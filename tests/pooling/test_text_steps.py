@@ -78,6 +78,23 @@ def test_embeddings_are_those_of_the_scheduler(
     assert both.num_used_blocks == 0
 
 
+def test_a_step_has_no_more_texts_than_fit_into_the_cache(
+    encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 300, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
+    pack, num_blocks = pooling_steps.pack_texts, []
+
+    def count(requests: list[Any], block_size: int) -> Any:
+        num_blocks.append(sum(-(-len(request.token_ids) // block_size) for request in requests))
+        return pack(requests, block_size)
+
+    monkeypatch.setattr(pooling_steps, "pack_texts", count)
+    with LLM(encoder("Bert"), **{**ENCODERS, **options}) as llm:
+        llm.embed(MANY, use_tqdm=False)
+    assert sum(num_blocks) == sum(-(-len(ids) // 16) for ids in MANY)
+    assert 10 < max(num_blocks) <= 12
+
+
 def test_labels_of_each_token_are_those_of_the_scheduler(tmp_path: Path, packed: list[int]) -> None:
     save_encoder(tmp_path, "BertForTokenClassification", num_labels=3)
     with LLM(tmp_path, **ENCODERS) as llm:
