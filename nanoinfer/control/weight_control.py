@@ -24,7 +24,7 @@ class Control(ABC):
     """
 
     def __init__(self, engine: Engine, lock: RLock) -> None:
-        self._any_engine, self._lock = engine, lock
+        self._engine, self._lock = engine, lock
 
     def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
@@ -48,8 +48,8 @@ class Control(ABC):
 
     def _check_idle(self, call: str) -> None:
         """Raise EngineStateError where requests are unfinished, once those that were aborted have ended."""
-        self._any_engine.check_open(is_for_steps=False)
-        if count := self._any_engine.settle():
+        self._engine.check_open(is_for_steps=False)
+        if count := self._engine.settle():
             raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
 
     @abstractmethod
@@ -65,9 +65,7 @@ class Control(ABC):
 class WeightControl(Control):
     """Controls the engine of this process."""
 
-    def __init__(self, engine: LLMEngine, lock: RLock) -> None:
-        super().__init__(engine, lock)
-        self._engine = engine
+    _engine: LLMEngine
 
     def _update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         runner = self._engine.check_open(is_for_steps=False)

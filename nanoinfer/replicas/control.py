@@ -21,9 +21,10 @@ CLOSED = "this engine is closed; make a new LLM"
 class ReplicaControl(Control):
     """Controls all replicas."""
 
+    _engine: ReplicatedEngine
+
     def __init__(self, engine: ReplicatedEngine, lock: RLock) -> None:
         super().__init__(engine, lock)
-        self._engine = engine
         self._writer: RingWriter | None = None  # for all updates
         self._doorbells: list[socket.socket] = []
 

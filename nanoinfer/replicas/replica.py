@@ -143,10 +143,9 @@ class Replica:
             threading.Thread(target=work, name="nanoinfer pipe", daemon=True).start()
         engine = self._engine
         while self._serve(wait=engine.is_finished() or engine.num_only_paused() > 0):
-            if engine.check_open(is_for_steps=False).unready_reason is None:
-                engine.step()
-            else:
-                engine.settle()  # one that sleeps still ends what is aborted
+            if not engine.is_finished():
+                is_ready = engine.check_open(is_for_steps=False).unready_reason is None
+                engine.step() if is_ready else engine.settle()  # one that sleeps still ends what is aborted
             self._report()
 
     def _read(self) -> None:
