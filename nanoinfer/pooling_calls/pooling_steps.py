@@ -10,7 +10,7 @@ begin alike, and whoever wants each step reported.
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -145,25 +145,20 @@ class PoolingSteps:
         values: Any = [one.values.numpy() for one in found]
         if isinstance(found[0], PooledVectors):
             [values] = values
-        check_finite([text.request_id for text in step.texts], values)
+        check_finite((text.request_id for text in step.texts), values)
         for place, text in enumerate(step.texts):
             if Action.ABORT in reserved.take(text.request_id):
                 values[place] = np.full_like(values[place][:1], np.nan)
-        start = 0
-        for (to, to_output), group in groupby(step.texts, key=_to):
-            texts, metrics = [*group], RequestMetrics(queue_time=step.started - to.arrival_time)
-            start, its_values = start + len(texts), values[start : start + len(texts)]
-            for (request_id, request, _), made in zip(texts, to_output.make_all(its_values), strict=True):
-                output = PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, made, metrics)
-                to.outputs.append(output)
+        metrics = {to: RequestMetrics(step.started - to.arrival_time) for to in {text.to for text in step.texts}}
+        made: list[Any] = []
+        for to_output, group in groupby(text.prepared.hidden_states_request.to_output for text in step.texts):
+            made += to_output.make_all(values[len(made) : len(made) + len([*group])])
+        for (request_id, request, to), one in zip(step.texts, made, strict=True):
+            output = PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, one, metrics[to])
+            to.outputs.append(output)
 
 
-def _to(text: Text) -> tuple[Recipient, Any]:
-    """Return where the output of a text goes, and what makes it."""
-    return text.to, text.prepared.hidden_states_request.to_output
-
-
-def check_finite(request_ids: Sequence[int], values: Any) -> None:
+def check_finite(request_ids: Iterable[int], values: Any) -> None:
     """Log which texts have values that are NaN or infinite.
 
     values: (num_texts, size); or a list with an array (num_tokens, size) for each text.

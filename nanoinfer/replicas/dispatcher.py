@@ -157,8 +157,9 @@ class Dispatcher:
             request.is_counted = is_counted
             self.num_seqs[replica] += change * request.num_seqs
             self.work[replica] += change * request.work
-            self._priorities[replica].update({request.priority: change})
-            self._priorities[replica] += Counter()  # drops what is 0
+            self._priorities[replica][request.priority] += change
+            if not is_counted:
+                self._priorities[replica] += Counter()  # drops what is 0
 
     def close(self, replica: int) -> None:
         """Give no more requests to a replica, and give the ones that wait for it to others."""
