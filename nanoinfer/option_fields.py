@@ -111,7 +111,7 @@ def token_biases(name: str, value: Any) -> Any:
         key = int(token_id) if isinstance(token_id, str) and TOKEN_ID.fullmatch(token_id) else token_id
         if not is_token_id(key):
             raise RequestError(f"{name} has {token_id!r} in place of a token id; use whole numbers from 0 on")
-        if isinstance(bias, bool) or not (isinstance(bias, Real) and -MAX_BIAS <= bias <= MAX_BIAS):
+        if isinstance(bias, bool) or not isinstance(bias, Real) or not abs(bias) <= MAX_BIAS:  # type: ignore[operator]
             raise RequestError(
                 f"{name} has {bias!r} for token {token_id}; use a finite number between -{MAX_BIAS:g} and "
                 f"{MAX_BIAS:g}, -100 to all but forbid the token"

@@ -4,16 +4,44 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoinfer.errors import RequestError, with_checked_names
+from nanoinfer.errors import NOT_SUPPORTED, Foreigners, RequestError, with_checked_names
 from nanoinfer.option_fields import RowOption, a_bool, many, option, real, token_biases, token_ids, whole
 from nanoinfer.structured_outputs import StructuredOutputsParams
-from nanoinfer.vllm_names import SAMPLING_NAMES as FOREIGN_NAMES
+from nanoinfer.vllm_names import guided, only
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 LOGPROBS = ("logprobs", "prompt_logprobs")
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
 MANY = 2**24  # more tokens than any vocabulary or sequence has, and exact in float32
 MAX_LOGPROB_TOKEN_IDS = 128
+
+# What users of vLLM and transformers write, as in `vllm_names.py`. An option that is declared below has no place here.
+FOREIGN_NAMES: Foreigners = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "bad_words_ids": "bad_words",
+    "guided_decoding": "structured_outputs",
+    "response_format": "structured_outputs",
+    "top_logprobs": "logprobs",
+    **guided("structured_outputs=StructuredOutputsParams({})"),
+    "truncate_prompt_tokens": "tokenization_kwargs of generate and chat",
+    "best_of": only(1, why="n samples are drawn, and all of them returned"),
+    "do_sample": only(True, why="temperature=0 is greedy decoding"),
+    "length_penalty": only(1),
+    "no_repeat_ngram_size": only(0),
+    "num_beams": only(1),
+    "typical_p": only(1),
+    "output_kind": only(why=f"{NOT_SUPPORTED}: generate returns whole outputs, and stream yields what is new"),
+    "skip_reading_prefix_cache": only(False, why=f"{NOT_SUPPORTED}, but LLM(enable_prefix_caching=False)"),
+    "output_text_buffer_length": only(0),
+    **dict.fromkeys(("early_stopping", "skip_clone", "use_beam_search"), only(False)),
+    **dict.fromkeys(("extra_args", "repetition_detection", "thinking_token_budget")),
+}
 
 
 # -------- How some options are checked, and what their rows are told -------------------------------------------------
@@ -189,9 +217,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         given_stop, names_tokens = self.stop, self.logprob_token_ids is not None
-        for item in fields(self):
-            check = item.metadata.get("check", a_bool)
-            object.__setattr__(self, item.name, check(item.name, getattr(self, item.name)))
+        for name, default, check in CHECKS:
+            value = getattr(self, name)
+            if value is not default or default is None:
+                object.__setattr__(self, name, check(name, value))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -235,6 +264,9 @@ class SamplingParams:
         if config.get("do_sample") is False:
             options["temperature"] = 0.0
         return cls(**options)
+
+
+CHECKS = [(item.name, item.default, item.metadata.get("check", a_bool)) for item in fields(SamplingParams)]
 
 
 def check_against_model(

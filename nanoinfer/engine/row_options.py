@@ -24,6 +24,7 @@ OF_REQUESTS = {"hidden_states": HIDDEN_STATES}
 ROW_OPTIONS = OF_PARAMS | OF_REQUESTS
 NAMES = [*ROW_OPTIONS]
 INDICES = {name: index for index, name in enumerate(NAMES)}
+INT_LISTS = {name for name, option in ROW_OPTIONS.items() if option.is_list and option.dtype == "i4"}
 
 _read_options = attrgetter(*OF_PARAMS)
 NOTHING_ASKED = _read_options(SamplingParams())
@@ -56,20 +57,28 @@ def asked_options(seq: Sequence) -> dict[str, Any]:
 
 def asked_sections(asked_by_row: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """Return the sections of a packet that say what rows ask for, each given with its `asked_options`."""
-    records, values = [], []
+    records: list[tuple[int, int, int]] = []  # of Asked
+    values: list[int] = []
     for row, asked in asked_by_row:
         for name, value in asked.items():
-            values.append(np.array(value, ROW_OPTIONS[name].dtype, ndmin=1).view(np.int32))
-            records.append(Asked(row, INDICES[name], len(values[-1])))
-    return {"asked": records, "asked_values": np.concatenate(values)} if records else {}
+            numbers = value
+            if name not in INT_LISTS:
+                numbers = np.array(value, ROW_OPTIONS[name].dtype, ndmin=1).view(np.int32).tolist()
+            values += numbers
+            records.append((row, INDICES[name], len(numbers)))
+    return {"asked": records, "asked_values": values}
 
 
 def read_asking_rows(row_records: Any, asked: Any, asked_values: Any) -> list[AskingRow]:
     """Return what rows ask for, given these sections of a packet on the host."""
     rows = {numbers[0]: AskingRow._make([*numbers, {}]) for numbers in row_records[:, :3].tolist()}
-    end = 0
+    values, end = asked_values[:, 0].tolist(), 0
     for row, option, size in asked.tolist():
-        declared, start, end = ROW_OPTIONS[NAMES[option]], end, end + size
-        value = asked_values[start:end, 0].view(declared.dtype).tolist()
-        rows[row].asked[NAMES[option]] = value if declared.is_list else value[0]
+        name, start, end = NAMES[option], end, end + size
+        value: Any = values[start:end]
+        if name not in INT_LISTS:
+            declared = ROW_OPTIONS[name]
+            value = asked_values[start:end, 0].view(declared.dtype).tolist()
+            value = value if declared.is_list else value[0]
+        rows[row].asked[name] = value
     return [row for row in rows.values() if row.asked]

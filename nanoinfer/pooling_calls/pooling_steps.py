@@ -10,6 +10,7 @@ begin alike, and whoever wants each step reported.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.engine.row_options import asked_sections
+from nanoinfer.engine.row_options import NAMES
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -205,15 +206,16 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
     new_blocks["column"] = new_blocks["block_id"] - (blocks.cumsum() - blocks).repeat(blocks)
     chunks = np.zeros(len(sizes), SECTION_DTYPES["chunks"])
     chunks["row"], chunks["length"] = rows, sizes
+    wanted = [one.hidden_states_request.asked(size) for one, size in zip(requests, sizes.tolist(), strict=True)]
+    asked = np.zeros(len(sizes), SECTION_DTYPES["asked"])
+    asked["row"], asked["option"], asked["size"] = rows, NAMES.index("hidden_states"), len(wanted[0])
     sections = {
         "row_records": row_records,
         "known_tokens": np.concatenate([_ids(request) for request in requests]),
         "new_blocks": new_blocks,
         "chunks": chunks,
-        **asked_sections(
-            (row, {"hidden_states": request.hidden_states_request.asked(size)})
-            for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
-        ),
+        "asked": asked,
+        "asked_values": [*chain.from_iterable(wanted)],
     }
     return join_sections(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
 

@@ -79,8 +79,9 @@ class Pooler(RowState):
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
 
     def remember(self, row: AskingRow) -> None:
-        numbers = row.asked["hidden_states"]
-        self.by_row[row.row] = WantedStates._make([row.num_prompt_tokens, *numbers[:4], numbers[4:]])
+        pools, layers_from, keeps, second_text, *layers = row.asked["hidden_states"]
+        wanted = WantedStates(row.num_prompt_tokens, pools, layers_from, keeps, second_text, layers)
+        self.by_row[row.row] = wanted
 
     def run(
         self, forward: Callable[[ForwardStep], Tensor], step: ForwardStep, chunks: Chunks
