@@ -191,13 +191,7 @@ def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
     """Return the sections that tell of newly admitted sequences."""
     return {
         "row_records": [
-            RowRecord(
-                row=seq.held_row,
-                num_tokens=len(seq.token_ids),
-                num_prompt_tokens=seq.num_prompt_tokens,
-                temperature=seq.sampling_params.temperature,
-                seed=np.int64(seq.seed),
-            )
+            (seq.held_row, len(seq.token_ids), seq.num_prompt_tokens, seq.sampling_params.temperature, seq.seed)
             for seq in admitted
         ],
         "known_tokens": np.concatenate([np.frombuffer(seq.token_ids, np.int32) for seq in admitted]),

@@ -8,6 +8,7 @@ read them back as an `AskingRow`.
 from collections.abc import Iterable
 from dataclasses import fields
 from operator import attrgetter
+from struct import pack, unpack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +23,8 @@ OF_PARAMS: dict[str, RowOption] = {
 }
 OF_REQUESTS = {"hidden_states": HIDDEN_STATES}
 ROW_OPTIONS = OF_PARAMS | OF_REQUESTS
-NAMES = [*ROW_OPTIONS]
+NAMES, OPTIONS = [*ROW_OPTIONS], [*ROW_OPTIONS.values()]
 INDICES = {name: index for index, name in enumerate(NAMES)}
-INT_LISTS = {name for name, option in ROW_OPTIONS.items() if option.is_list and option.dtype == "i4"}
 
 _read_options = attrgetter(*OF_PARAMS)
 NOTHING_ASKED = _read_options(SamplingParams())
@@ -39,7 +39,10 @@ class Asked(NamedTuple):
 
 
 class AskingRow(NamedTuple):
-    """What an admitted sequence asks for. asked: values by the names of options."""
+    """What an admitted sequence asks for.
+
+    asked: values by the names of options; lists of other than whole numbers are arrays.
+    """
 
     row: int
     num_tokens: int
@@ -50,9 +53,12 @@ class AskingRow(NamedTuple):
 def asked_options(seq: Sequence) -> dict[str, Any]:
     """Return the values of the options by which a sequence asks for something."""
     is_plain = _read_options(seq.sampling_params) == NOTHING_ASKED  # as of most requests
-    options = OF_REQUESTS if is_plain else ROW_OPTIONS
-    values = {name: option.value(name, seq) for name, option in options.items()}
-    return {name: value for name, value in values.items() if value is not None}
+    asked = {}
+    for name, option in (OF_REQUESTS if is_plain else ROW_OPTIONS).items():
+        value = option.value(name, seq)
+        if value is not None:
+            asked[name] = value
+    return asked
 
 
 def asked_sections(asked_by_row: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
@@ -61,24 +67,30 @@ def asked_sections(asked_by_row: Iterable[tuple[int, dict[str, Any]]]) -> dict[s
     values: list[int] = []
     for row, asked in asked_by_row:
         for name, value in asked.items():
-            numbers = value
-            if name not in INT_LISTS:
-                numbers = np.array(value, ROW_OPTIONS[name].dtype, ndmin=1).view(np.int32).tolist()
+            numbers = _to_numbers(ROW_OPTIONS[name], value)
             values += numbers
             records.append((row, INDICES[name], len(numbers)))
     return {"asked": records, "asked_values": values}
 
 
+def _to_numbers(option: RowOption, value: Any) -> list[int]:
+    if option.dtype == "i4":
+        return value if option.is_list else [value]
+    if option.is_list:
+        return np.array(value, option.dtype).view(np.int32).tolist()
+    return [*unpack("i", pack("f", value))]
+
+
 def read_asking_rows(row_records: Any, asked: Any, asked_values: Any) -> list[AskingRow]:
     """Return what rows ask for, given these sections of a packet on the host."""
     rows = {numbers[0]: AskingRow._make([*numbers, {}]) for numbers in row_records[:, :3].tolist()}
-    values, end = asked_values[:, 0].tolist(), 0
-    for row, option, size in asked.tolist():
-        name, start, end = NAMES[option], end, end + size
-        value: Any = values[start:end]
-        if name not in INT_LISTS:
-            declared = ROW_OPTIONS[name]
-            value = asked_values[start:end, 0].view(declared.dtype).tolist()
-            value = value if declared.is_list else value[0]
-        rows[row].asked[name] = value
+    array = asked_values[:, 0].copy()  # the packet's memory may be used again
+    floats, end = array.view(np.float32), 0
+    for row, index, size in asked.tolist():
+        option, start, end = OPTIONS[index], end, end + size
+        if option.dtype == "i4":
+            value = array[start:end].tolist() if option.is_list else array[start].item()
+        else:
+            value = array[start:end].view(option.dtype) if option.is_list else floats[start].item()
+        rows[row].asked[NAMES[index]] = value
     return [row for row in rows.values() if row.asked]

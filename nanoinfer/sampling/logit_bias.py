@@ -2,26 +2,28 @@
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.device import numbers_to_device, to_device
+from nanoinfer.device import to_device
 from nanoinfer.engine.row_options import AskingRow
 from nanoinfer.sampling.logits_processors import Lines, RowProcessor
 
 
 class LogitBias(RowProcessor):
-    """Adds biases to logits. by_row: pairs of a token id and its bias."""
+    """Adds biases to logits. by_row: token ids, int64, and their biases, float32."""
 
     reads: ClassVar = ("logit_bias",)
 
     def remember(self, row: AskingRow) -> None:
-        self.by_row[row.row] = [pair for pair in row.asked["logit_bias"] if pair[0] < self._vocab_size]
+        pairs = row.asked["logit_bias"]
+        pairs = pairs[pairs["f0"] < self._vocab_size]
+        self.by_row[row.row] = pairs["f0"].astype(np.int64), pairs["f1"]
 
     def apply(self, logits: Tensor, lines: Lines, places: list[int]) -> Tensor:
-        pairs = [(place, *pair) for place in places for pair in self.by_row[lines.host_rows[place]]]
-        indices = numbers_to_device(
-            [place * self._vocab_size + token_id for place, token_id, _ in pairs], logits.device
-        )
-        biases = torch.tensor([bias for *_, bias in pairs], dtype=torch.float32, device="cpu")
-        return logits.float().flatten().index_add(0, indices, to_device(biases, logits.device)).view_as(logits)
+        found = [self.by_row[lines.host_rows[place]] for place in places]
+        indices = [place * self._vocab_size + ids for place, (ids, _) in zip(places, found, strict=True)]
+        biases = [its_biases for _, its_biases in found]
+        on_device = [to_device(torch.from_numpy(np.concatenate(one)), logits.device) for one in (indices, biases)]
+        return logits.float().flatten().index_add(0, *on_device).view_as(logits)

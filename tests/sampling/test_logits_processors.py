@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -182,7 +183,7 @@ def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None
 def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(dtype: torch.dtype) -> None:
     processor = LogitBias(torch.zeros(8, 1, dtype=torch.int32), 50)
     asked = {3: [(7, 1.5), (49, -2.25), (50, 9.0)], 5: [(0, 1e9)], 6: [(7, 0.5)]}
-    processor.admit([AskingRow(row, 1, 1, {"logit_bias": biases}) for row, biases in asked.items()])
+    processor.admit([AskingRow(row, 1, 1, {"logit_bias": np.array(pairs, "i4,f4")}) for row, pairs in asked.items()])
     processor.release([6, 7])
     assert [row for row in range(8) if processor.wants(row)] == [3, 5]
     logits, rows = randn(4, 50).to(dtype), [5, 2, 3, 6]
