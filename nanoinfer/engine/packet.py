@@ -5,8 +5,8 @@ read. The device remembers what it was told. A running sequence owns one row of 
 and a packet carries only what is new: rows given to sequences that were admitted, blocks that were allocated, the
 prompt chunks to compute, the rows to decode.
 
-A section's records are a NamedTuple. `record_dtype` makes a NumPy dtype of it, so that host and device find columns by
-the names of its fields.
+A section's records are a NamedTuple. `section` makes a NumPy dtype of it, so that host and device find columns by the
+names of its fields.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.row_options import Asked, AskingRow, asked_options, asked_sections, read_asking_rows
+from nanoinfer.engine.row_options import Asked, asked_options, asked_sections
 from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 
@@ -52,17 +52,11 @@ class DecodeRecord(NamedTuple):
     num_group_rows: int  # rows of the prefix group that begins with this one; 0 where none begins
 
 
-def record_dtype(record: type) -> np.dtype[Any]:
-    """Return the dtype of a record, structured if it has fields: int is int32 and float float32, so all are columns."""
-    kinds = {int: np.int32, float: np.float32, np.int64: np.int64}
-    if record in kinds:
-        return np.dtype(kinds[record])
-    return np.dtype([(name, kinds[kind]) for name, kind in get_type_hints(record).items()])
-
-
 def section(record: type) -> Any:
-    """Declare a section by the type of its records."""
-    return field(metadata={"dtype": record_dtype(record)})
+    """Declare a section by the type of its records: int is int32 and float float32, so all are columns."""
+    kinds = {int: np.int32, float: np.float32, np.int64: np.int64}
+    columns = [(name, kinds[kind]) for name, kind in get_type_hints(record).items()]
+    return field(metadata={"dtype": np.dtype(kinds.get(record, columns))})
 
 
 @dataclass(slots=True)
@@ -86,10 +80,6 @@ class HostSections(DeviceSections):
     asked: Any = section(Asked)
     asked_values: Any = section(int)  # of all of these, one after another
 
-    def asking_rows(self) -> list[AskingRow]:
-        """Return what admitted rows ask for; rows that ask for nothing are left out."""
-        return read_asking_rows(self.row_records, self.asked, self.asked_values) if len(self.asked) else []
-
 
 class Header(NamedTuple):
     """The first numbers of a packet: what the host must know to launch."""
@@ -98,8 +88,18 @@ class Header(NamedTuple):
     num_prefill_samples: int  # chunks that sample a token: the first ones
     num_prefill_blocks: int  # different blocks of the chunks' sequences
     awaits_masks: int  # 1 if the ranks must wait for token masks before they sample
-    num_uploaded: int  # numbers after the header that are uploaded to the device
+    num_uploaded: int  # numbers after the header that are uploaded
     counts: dict[str, int]  # how many records each section has
+
+    def on_host(self, packet: Packet) -> HostSections:
+        return HostSections(*_views(packet[HEADER_SIZE:], [*self.counts.values()]))
+
+    def uploaded(self, packet: Packet) -> Packet:
+        """Return the part of a packet that is uploaded, for `on_device`."""
+        return packet[HEADER_SIZE : HEADER_SIZE + self.num_uploaded]
+
+    def on_device(self, uploaded: Any) -> DeviceSections:
+        return DeviceSections(*_views(uploaded, [*self.counts.values()][:NUM_UPLOADED]))
 
 
 SECTION_DTYPES: dict[str, Any] = {item.name: item.metadata["dtype"] for item in fields(HostSections)}  # a np.dtype each
@@ -142,20 +142,6 @@ def join_sections(
 def read_header(packet: Packet) -> Header:
     numbers = packet[:HEADER_SIZE].tolist()
     return Header._make((*numbers[:FIRST_COUNT], dict(zip(SECTION_DTYPES, numbers[FIRST_COUNT:], strict=True))))
-
-
-def uploaded_part(packet: Packet, header: Header) -> Packet:
-    """Return the part of a packet that is uploaded, for `device_sections`."""
-    return packet[HEADER_SIZE : HEADER_SIZE + header.num_uploaded]
-
-
-def host_sections(packet: Packet, header: Header) -> HostSections:
-    return HostSections(*_views(packet[HEADER_SIZE:], [*header.counts.values()]))
-
-
-def device_sections(uploaded: Any, header: Header) -> DeviceSections:
-    """Return the sections of an `uploaded_part`, which is a tensor on the device."""
-    return DeviceSections(*_views(uploaded, [*header.counts.values()][:NUM_UPLOADED]))
 
 
 def _views(part: Any, counts: list[int]) -> list[Any]:

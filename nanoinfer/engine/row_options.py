@@ -81,12 +81,14 @@ def _to_numbers(option: RowOption, value: Any) -> list[int]:
     return [*unpack("i", pack("f", value))]
 
 
-def read_asking_rows(row_records: Any, asked: Any, asked_values: Any) -> list[AskingRow]:
-    """Return what rows ask for, given these sections of a packet on the host."""
-    rows = {numbers[0]: AskingRow._make([*numbers, {}]) for numbers in row_records[:, :3].tolist()}
-    array = asked_values[:, 0].copy()  # the packet's memory may be used again
+def read_asking_rows(on_host: Any) -> list[AskingRow]:
+    """Return the admitted rows that ask for something. on_host: the `HostSections` of a packet."""
+    if not len(on_host.asked):
+        return []
+    rows = {numbers[0]: AskingRow._make([*numbers, {}]) for numbers in on_host.row_records[:, :3].tolist()}
+    array = on_host.asked_values[:, 0].copy()  # the packet's memory may be used again
     floats, end = array.view(np.float32), 0
-    for row, index, size in asked.tolist():
+    for row, index, size in on_host.asked.tolist():
         option, start, end = OPTIONS[index], end, end + size
         if option.dtype == "i4":
             value = array[start:end].tolist() if option.is_list else array[start].item()

@@ -16,17 +16,7 @@ from torch import Tensor
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.found import Found
-from nanoinfer.engine.packet import (
-    DeviceSections,
-    Header,
-    HostSections,
-    Packet,
-    column,
-    device_sections,
-    host_sections,
-    read_header,
-    uploaded_part,
-)
+from nanoinfer.engine.packet import DeviceSections, Header, HostSections, Packet, column, read_header
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import SharedPrefixes
@@ -79,9 +69,8 @@ class ModelRunner:
         """Start the forward pass of a step, up to its logits."""
         with computing(self.device, self._num_threads):
             header = read_header(packet)
-            on_host = host_sections(packet, header)
-            uploaded = to_device(torch.from_numpy(uploaded_part(packet, header)), self.device)
-            on_device = device_sections(uploaded, header)
+            on_host = header.on_host(packet)
+            on_device = header.on_device(to_device(torch.from_numpy(header.uploaded(packet)), self.device))
             self.state.enter(header, on_host, on_device)
             if header.counts["chunks"]:
                 return self._launch_prefill(header, on_host, on_device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.engine.packet import HostSections, column
-from nanoinfer.engine.row_options import ROW_OPTIONS, AskingRow
+from nanoinfer.engine.row_options import ROW_OPTIONS, AskingRow, read_asking_rows
 
 
 class RowState:
@@ -44,7 +44,7 @@ class RowState:
 
 def admit_rows(states: Iterable[RowState], on_host: HostSections) -> None:
     """Have all of these remember what the newly admitted rows of a packet ask for, in place of what was before."""
-    asking = on_host.asking_rows()
+    asking = read_asking_rows(on_host)
     admitted: list[int] = []
     for state in states:
         if state.by_row:

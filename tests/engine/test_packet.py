@@ -7,17 +7,8 @@ import pytest
 
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.packet import (
-    DeviceSections,
-    HostSections,
-    Packet,
-    device_sections,
-    host_sections,
-    pack,
-    read_header,
-    uploaded_part,
-)
-from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.engine.packet import DeviceSections, HostSections, Packet, pack, read_header
+from nanoinfer.engine.row_options import AskingRow, read_asking_rows
 from nanoinfer.engine.scheduled_batch import NewBlock, PrefillChunk, PrefixGroup, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import Stopping
@@ -26,7 +17,7 @@ from tests.engine.helpers import make_sequence
 
 
 def sections_of(packet: Packet) -> HostSections:
-    return host_sections(packet, read_header(packet))
+    return read_header(packet).on_host(packet)
 
 
 def views(sections: DeviceSections) -> list[np.ndarray]:
@@ -102,9 +93,9 @@ def test_sections_are_views_of_the_packet() -> None:
 def test_only_what_the_device_needs_is_uploaded() -> None:
     packet = pack(prefill_and_decode())
     header = read_header(packet)
-    uploaded = uploaded_part(packet, header)
+    uploaded = header.uploaded(packet)
     assert len(uploaded) == len(packet) - 15 - 3 * 2, "neither the header nor the copies of states"
-    on_device, on_host = device_sections(uploaded, header), host_sections(packet, header)
+    on_device, on_host = header.on_device(uploaded), header.on_host(packet)
     for item in dataclasses.fields(on_device):
         assert np.array_equal(getattr(on_device, item.name), getattr(on_host, item.name)), item.name
     asking = Sequence(1, [10, 11], SamplingParams(logit_bias={3: 1.0}))
@@ -113,7 +104,7 @@ def test_only_what_the_device_needs_is_uploaded() -> None:
         pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 2, samples=True)]))
         for seq in (sequence_in_row(0, [10, 11]), asking)
     )
-    assert np.array_equal(uploaded_part(with_bias, read_header(with_bias)), uploaded_part(plain, read_header(plain)))
+    assert np.array_equal(read_header(with_bias).uploaded(with_bias), read_header(plain).uploaded(plain))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.7, 100.0])
@@ -154,7 +145,7 @@ def test_only_a_row_that_asks_for_something_is_told_of_by_each_option_that_asks(
         "logit_bias": [(9, 0.5), (4, -100.0)],
         "logprob_token_ids": [8, 6],
     }
-    [row] = sections.asking_rows()
+    [row] = read_asking_rows(sections)
     row.asked["logit_bias"] = row.asked["logit_bias"].tolist()
     assert row == AskingRow(row=3, num_tokens=3, num_prompt_tokens=2, asked=asked)
 
@@ -164,7 +155,7 @@ def test_a_row_that_asks_for_nothing_more_is_told_of_no_option(options: dict) ->
     seq = Sequence(0, [1], SamplingParams(**options))
     seq.row = 0
     sections = sections_of(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
-    assert (len(sections.asked), len(sections.asked_values), sections.asking_rows()) == (0, 0, [])
+    assert (len(sections.asked), len(sections.asked_values), read_asking_rows(sections)) == (0, 0, [])
 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
@@ -201,6 +192,6 @@ def test_a_batch_that_cannot_be_is_noticed() -> None:
 def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
-        host_sections(packet[:-1], read_header(packet))
+        read_header(packet).on_host(packet[:-1])
     with pytest.raises(AssertionError, match="a packet of 55 numbers after its header has sections of 54"):
-        host_sections(np.append(packet, np.int32(0)), read_header(packet))
+        read_header(packet).on_host(np.append(packet, np.int32(0)))

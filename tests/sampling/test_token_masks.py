@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from nanoinfer import SamplingParams
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import device_sections, host_sections, pack, read_header, uploaded_part
+from nanoinfer.engine.packet import pack, read_header
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
@@ -61,9 +61,8 @@ def make_sampler(*params: SamplingParams, device: torch.device = CPU, mode: str 
 def admit(sampler: Sampler, *seqs: Sequence) -> None:
     packet = pack(ScheduledBatch(admitted=[*seqs]))
     header = read_header(packet)
-    uploaded = torch.from_numpy(uploaded_part(packet, header)).to(sampler.device)
-    sampler.admit(device_sections(uploaded, header))
-    admit_rows(sampler.states, host_sections(packet, header))
+    sampler.admit(header.on_device(torch.from_numpy(header.uploaded(packet)).to(sampler.device)))
+    admit_rows(sampler.states, header.on_host(packet))
 
 
 def draw(
