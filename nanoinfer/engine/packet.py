@@ -54,7 +54,7 @@ class DecodeRecord(NamedTuple):
 
 def section(record: type) -> Any:
     """Declare a section by the type of its records: int is int32 and float float32, so all are columns."""
-    kinds = {int: np.int32, float: np.float32, np.int64: np.int64}
+    kinds: dict[Any, Any] = {int: np.int32, float: np.float32, np.int64: np.int64}
     columns = [(name, kinds[kind]) for name, kind in get_type_hints(record).items()]
     return field(metadata={"dtype": np.dtype(kinds.get(record, columns))})
 
@@ -181,5 +181,5 @@ def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
             for seq in admitted
         ],
         "known_tokens": np.concatenate([np.frombuffer(seq.token_ids, np.int32) for seq in admitted]),
-        **asked_sections((seq.held_row, asked_options(seq)) for seq in admitted),
+        **asked_sections([(seq.held_row, asked_options(seq)) for seq in admitted]),
     }

@@ -1,8 +1,8 @@
 """What a sequence asks for beyond its seed and temperature, on its way to whoever serves its row.
 
-Each option is declared once, as a `RowOption`: at its field of SamplingParams, or in `ROW_OPTIONS` if it is none. The
-packet that gives a sequence its row carries the values of those options that ask for something. The hosts of all ranks
-read them back as an `AskingRow`.
+Each option is declared once, as a `RowOption`: at its field of SamplingParams, or in `OF_SEQUENCES`. The packet that
+gives a sequence its row carries the values of those options that ask for something. The hosts of all ranks read them
+back as an `AskingRow`.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ from nanoinfer.sampling_params import SamplingParams
 OF_PARAMS: dict[str, RowOption] = {
     item.name: row for item in fields(SamplingParams) if (row := item.metadata.get("row")) is not None
 }
-OF_REQUESTS = {"hidden_states": HIDDEN_STATES}
-ROW_OPTIONS = OF_PARAMS | OF_REQUESTS
+OF_SEQUENCES = {"hidden_states_request": HIDDEN_STATES}  # by their fields of Sequence
+ROW_OPTIONS = OF_PARAMS | OF_SEQUENCES
 NAMES, OPTIONS = [*ROW_OPTIONS], [*ROW_OPTIONS.values()]
 INDICES = {name: index for index, name in enumerate(NAMES)}
 
-_read_options = attrgetter(*OF_PARAMS)
-NOTHING_ASKED = _read_options(SamplingParams())
+_read_options = attrgetter(*(f"sampling_params.{name}" for name in OF_PARAMS), *OF_SEQUENCES)
+NOTHING_ASKED = _read_options(Sequence(0, [0], SamplingParams()))
 
 
 class Asked(NamedTuple):
@@ -52,13 +52,10 @@ class AskingRow(NamedTuple):
 
 def asked_options(seq: Sequence) -> dict[str, Any]:
     """Return the values of the options by which a sequence asks for something."""
-    is_plain = _read_options(seq.sampling_params) == NOTHING_ASKED  # as of most requests
-    asked = {}
-    for name, option in (OF_REQUESTS if is_plain else ROW_OPTIONS).items():
-        value = option.value(name, seq)
-        if value is not None:
-            asked[name] = value
-    return asked
+    if _read_options(seq) == NOTHING_ASKED:  # as of most requests
+        return {}
+    values = {name: option.value(name, seq) for name, option in ROW_OPTIONS.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def asked_sections(asked_by_row: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
     chunks["row"], chunks["length"] = rows, sizes
     wanted = [one.hidden_states_request.asked(size) for one, size in zip(requests, sizes.tolist(), strict=True)]
     asked = np.zeros(len(sizes), SECTION_DTYPES["asked"])
-    asked["row"], asked["option"], asked["size"] = rows, NAMES.index("hidden_states"), len(wanted[0])
+    asked["row"], asked["option"], asked["size"] = rows, NAMES.index("hidden_states_request"), len(wanted[0])
     sections = {
         "row_records": row_records,
         "known_tokens": np.concatenate([_ids(request) for request in requests]),

@@ -83,10 +83,12 @@ class ModelRunner:
         forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
         hidden, found = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
+        if self.state.sampler.prompt_logprobs.by_row:
+            found = found + self.state.sampler.prompt_logprobs.read(self.model, hidden, chunks)
         return LaunchedStep(
             rows=column(on_device, "chunks", "row")[:num_samples].long(),
             host_rows=[row for row, _, _ in chunks[:num_samples]],
-            found=[*found, *self.state.sampler.prompt_logprobs.read(self.model, hidden, chunks)],
+            found=found,
         )
 
     def _launch_decode(self, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:

@@ -71,7 +71,7 @@ class Pooler(RowState):
     config: how they are pooled. dense: the layers after pooling. Sums of prompts in several chunks are kept in float32.
     """
 
-    reads: ClassVar = ("hidden_states",)
+    reads: ClassVar = ("hidden_states_request",)
 
     def __init__(self, model: Model, config: PoolingConfig, dense: list[DenseLayer]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Pooler(RowState):
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
 
     def remember(self, row: AskingRow) -> None:
-        pools, layers_from, keeps, second_text, *layers = row.asked["hidden_states"]
+        pools, layers_from, keeps, second_text, *layers = row.asked["hidden_states_request"]
         wanted = WantedStates(row.num_prompt_tokens, pools, layers_from, keeps, second_text, layers)
         self.by_row[row.row] = wanted
 

@@ -134,7 +134,8 @@ class Sampler:
         """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
         if self.tp.size > 1:
             return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *self._tables)
-        return sample_and_append(logits, self._filters.thresholds(logits, rows, host_rows), rows, *self._tables)
+        lowest = self._filters.thresholds(logits, rows, host_rows) if self._filters.by_row else None
+        return sample_and_append(logits, lowest, rows, *self._tables)
 
 
 def read_field(sections: DeviceSections, section: str, name: str) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.found import PromptSpan, SampleLogprobs, SpanLogprobs
+from nanoinfer.engine.found import Found, PromptSpan, SampleLogprobs, SpanLogprobs
 from nanoinfer.engine.row_options import AskingRow
 from nanoinfer.models.interface import Model
 from nanoinfer.sampling.logits_processors import NUM_COPIES, ROWS_AT_ONCE, Lines
@@ -99,14 +99,12 @@ class PromptLogprobsReader(RowState):
     def remember(self, row: AskingRow) -> None:
         self.by_row[row.row] = *row.asked["prompt_logprobs"], row.num_prompt_tokens
 
-    def read(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[SpanLogprobs]:
+    def read(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[Found]:
         """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
 
         hidden: (num_tokens, hidden_size), of all chunks end to end.
         """
-        if not self.by_row:
-            return []
-        found: list[SpanLogprobs] = []
+        found: list[Found] = []
         scanned: list[tuple[PromptSpan, int, int]] = []
         offset = most_scanned = 0
         for index, (row, start, length) in enumerate(chunks):
