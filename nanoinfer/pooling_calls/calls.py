@@ -57,7 +57,7 @@ MIN_NORM = 1e-12  # a vector of zeros stays one
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Makes the user's output for a text: `HiddenStatesRequest.to_output`.
+    """Makes the user's output for a text: `HiddenStatesRequest.make_output`.
 
     make: makes the contents of several outputs at once, from the pooled values of their texts: (num_texts, ...).
     """
@@ -312,7 +312,7 @@ class PoolingCalls:
         for place in aborted:
             values[place] = np.full_like(values[place][:1], np.nan)
         made: list[Any] = []
-        for how, group in groupby(request.hidden_states_request.to_output for request in requests):
+        for how, group in groupby(request.hidden_states_request.make_output for request in requests):
             start, size = len(made), len(list(group))
             made += self._made(how, values[start : start + size])
         return [

@@ -10,19 +10,21 @@ begin alike, and whoever wants each step reported.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from threading import RLock
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.hidden_states_request import PooledVectors
+from nanoinfer.engine.hidden_states_request import FoundStates, PooledVectors
 from nanoinfer.engine.interfaces import SILENT, Action, Recipient, SampledStep
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import TURN_SECONDS
+from nanoinfer.engine.row_options import NAMES
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.text.prompts import PreparedRequest
 
@@ -185,10 +187,11 @@ class PoolingSteps:
         with self._lock, postponed_interrupt(), engine.guard:
             engine.check_open().wait(step.handle)
             engine.count_step(step.started, time.perf_counter(), True, step.num_tokens, 0)
-        found = step.handle.hidden_states  # one of all texts, or one of each
-        if isinstance(found[0], PooledVectors):
-            return found[0].values.numpy()
-        return [one.values.numpy() for one in found]
+        [found] = step.handle.found
+        if isinstance(found, PooledVectors):
+            return found.values.numpy()
+        assert isinstance(found, FoundStates), "each token of a text was pooled"
+        return [part.values.numpy() for part in found.parts]
 
 
 def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
@@ -196,22 +199,23 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
     sizes = np.array([len(request.token_ids) for request in requests])
     rows, blocks = np.arange(len(sizes)), -(-sizes // block_size)
     row_records = np.zeros(len(sizes), SECTION_DTYPES["row_records"])
-    row_records["row"], row_records["num_tokens"] = rows, sizes
+    row_records["row"], row_records["num_tokens"], row_records["num_prompt_tokens"] = rows, sizes, sizes
     new_blocks = np.zeros(blocks.sum(), SECTION_DTYPES["new_blocks"])
     new_blocks["row"] = rows.repeat(blocks)
     new_blocks["block_id"] = np.arange(len(new_blocks))
     new_blocks["column"] = new_blocks["block_id"] - (blocks.cumsum() - blocks).repeat(blocks)
     chunks = np.zeros(len(sizes), SECTION_DTYPES["chunks"])
     chunks["row"], chunks["length"] = rows, sizes
+    wanted = [one.hidden_states_request.asked(size) for one, size in zip(requests, sizes.tolist(), strict=True)]
+    asked = np.zeros(len(sizes), SECTION_DTYPES["asked"])
+    asked["row"], asked["option"], asked["size"] = rows, NAMES.index("hidden_states_request"), len(wanted[0])
     sections = {
         "row_records": row_records,
         "known_tokens": np.concatenate([_ids(request) for request in requests]),
         "new_blocks": new_blocks,
         "chunks": chunks,
-        "hidden_states_records": [
-            request.hidden_states_request.record(row, size)
-            for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
-        ],
+        "asked": asked,
+        "asked_values": [*chain.from_iterable(wanted)],
     }
     return join_sections(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
 

@@ -117,7 +117,7 @@ def unpack_outputs(
 
 def with_states(output: RequestOutput, states: HiddenStatesRequest, packed: PackedStates) -> Any:
     """Return what the user gets: an output together with the hidden states that came with it."""
-    return states.to_output(output, replace(states, found=unpack_states(packed)))
+    return replace(states, found=unpack_states(packed)).to_output(output)
 
 
 def pack_chunks(chunks: Sequence[StreamChunk]) -> Chunks:
@@ -199,9 +199,9 @@ def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: To
 
 
 def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOutput:
-    """Return the output of a request with all that it wants of hidden states, for a message: `to_output` in a replica.
+    """Return the output of a request with all that it wants of hidden states, for a message.
 
-    The parts are not joined, which would copy them.
+    It is the `make_output` of requests in a replica. The parts are not joined, which would copy them.
     """
     found: Any = {layer: [*map(_pack_values, states.parts(layer))] for layer in states.found}
     return replace(output, hidden_states=found)
