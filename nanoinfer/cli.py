@@ -12,10 +12,11 @@ from typing import Any, NoReturn, get_args
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import explain_unknown
+from nanoinfer.sampling_params import FOREIGN_NAMES
 from nanoinfer.structured_outputs import SWITCHES
-from nanoinfer.vllm_names import LLM_NAMES, SAMPLING_NAMES
+from nanoinfer.vllm_names import LLM_NAMES
 
-FOREIGN = {**SAMPLING_NAMES, **LLM_NAMES}
+FOREIGN = {**FOREIGN_NAMES, **LLM_NAMES}
 SAMPLING_OPTIONS = {"temperature": float, "top_p": float, "top_k": int}
 
 

@@ -156,6 +156,7 @@ class EngineConfig:
         None,
         '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4. A checkpoint that has '
         "them in 8 or 4 bits says how they are read, and needs no option.",
+        Quantization,
     )
     logprobs_mode: str = option(
         "raw_logprobs",
@@ -212,7 +213,7 @@ class EngineConfig:
             object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         for item in fields(self):
             name, value, choices = item.name, getattr(self, item.name), item.metadata["choices"]
-            if choices and value not in choices:
+            if choices and value not in (*choices, item.default):
                 raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
             if item.type is bool and not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} is not a bool; use True or False")
@@ -233,9 +234,6 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} {rule}")
             object.__setattr__(self, name, number)
         object.__setattr__(self, "structured_outputs_config", switches_of_all(self.structured_outputs_config))
-        if self.quantization not in (None, *QUANTIZATIONS):
-            known = ", ".join(map(repr, QUANTIZATIONS))
-            raise ConfigError(f"quantization={self.quantization!r} is not known; use {known} or None")
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="

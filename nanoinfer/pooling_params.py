@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling_params import is_whole_number
+from nanoinfer.option_fields import is_whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

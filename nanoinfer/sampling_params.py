@@ -1,48 +1,97 @@
 """How one request is to be sampled: chosen by the user, validated once, never changed."""
 
-import math
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoinfer.errors import RequestError, with_checked_names
+from nanoinfer.errors import NOT_SUPPORTED, Foreigners, RequestError, with_checked_names
+from nanoinfer.option_fields import RowOption, a_bool, many, option, real, token_biases, token_ids, whole
 from nanoinfer.structured_outputs import StructuredOutputsParams
-from nanoinfer.vllm_names import SAMPLING_NAMES as FOREIGN_NAMES
+from nanoinfer.vllm_names import guided, only
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+LOGPROBS = ("logprobs", "prompt_logprobs")
 MAX_TEMPERATURE = 1e6  # far past where every token is as likely as any other
-TOKEN_ID = re.compile("[0-9]{1,10}")
-MAX_BIAS = 1e30  # a logit stays finite with it, in float32
+MANY = 2**24  # more tokens than any vocabulary or sequence has, and exact in float32
 MAX_LOGPROB_TOKEN_IDS = 128
 
-# Each number has a test of its range, the rule in words, and what to use instead.
-FLOATS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "temperature": (
-        lambda value: 0 <= value <= MAX_TEMPERATURE,
-        f"finite and at least 0, and at most {MAX_TEMPERATURE:g}",
-        "use 0 for greedy or a positive number",
-    ),
-    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1", "use 1 for all tokens"),
-    "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1", "use 0 for all tokens"),
-    "presence_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
-    "frequency_penalty": (lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none"),
-    "repetition_penalty": (lambda value: 1e-3 <= value <= 1e3, "between 0.001 and 1000", "use 1 for none"),
+# What users of vLLM and transformers write, as in `vllm_names.py`. An option that is declared below has no place here.
+FOREIGN_NAMES: Foreigners = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "bad_words_ids": "bad_words",
+    "guided_decoding": "structured_outputs",
+    "response_format": "structured_outputs",
+    "top_logprobs": "logprobs",
+    **guided("structured_outputs=StructuredOutputsParams({})"),
+    "truncate_prompt_tokens": "tokenization_kwargs of generate and chat",
+    "best_of": only(1, why="n samples are drawn, and all of them returned"),
+    "do_sample": only(True, why="temperature=0 is greedy decoding"),
+    "length_penalty": only(1),
+    "no_repeat_ngram_size": only(0),
+    "num_beams": only(1),
+    "typical_p": only(1),
+    "output_kind": only(why=f"{NOT_SUPPORTED}: generate returns whole outputs, and stream yields what is new"),
+    "skip_reading_prefix_cache": only(False, why=f"{NOT_SUPPORTED}, but LLM(enable_prefix_caching=False)"),
+    "output_text_buffer_length": only(0),
+    **dict.fromkeys(("early_stopping", "skip_clone", "use_beam_search"), only(False)),
+    **dict.fromkeys(("extra_args", "repetition_detection", "thinking_token_budget")),
 }
-LOGPROBS = ("logprobs", "prompt_logprobs")
-LOGPROBS_REMEDY = "use None for none, 0 for those of the tokens themselves, or -1 for all of the vocabulary"
-# Each whole number has a least and a greatest value, and words on what to use instead.
-INTS: dict[str, tuple[int, float, str]] = {
-    "max_tokens": (1, math.inf, "a request generates one token or more; use None for up to the model's limit"),
-    "n": (1, 10_000, "a request has one sample or more; for more than these, ask again"),
-    "top_k": (-1, math.inf, "use 0 for all tokens"),
-    "min_tokens": (0, math.inf, "use 0 for no such limit"),
-    "routed_experts_prompt_start": (0, math.inf, "use 0 for all of the prompt"),
-    **dict.fromkeys(LOGPROBS, (-1, math.inf, LOGPROBS_REMEDY)),
-    "seed": (-(2**63), 2**63 - 1, "it must fit in 64 bits; use None for any"),
-}
-MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
+
+
+# -------- How some options are checked, and what their rows are told -------------------------------------------------
+
+
+def _penalty() -> Any:
+    return real(0.0, lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none", RowOption("f4", neutral=0.0))
+
+
+def _filter(dtype: str, neutral: float, derive: Callable[[Any], float]) -> RowOption:
+    """Tell a row of a filter; greedy decoding filters nothing."""
+    return RowOption(dtype, False, neutral, lambda params, _: derive(params) if params.temperature > 0 else neutral)
+
+
+def _min_tokens(params: Any, seq: Any) -> list[int] | None:
+    """Return the number, and the tokens that it forbids. Where there is a grammar, its masks leave them out."""
+    if params.min_tokens == 0 or params.structured_outputs is not None:
+        return None
+    return [min(params.min_tokens, MANY), *sorted(seq.stopping.tokens.ids)]
+
+
+def _num_logprobs(row: RowOption) -> Any:
+    remedy = "use None for none, 0 for those of the tokens themselves, or -1 for all of the vocabulary"
+    check = whole(None, -1, remedy, may_be_none=True).metadata["check"]
+    return option(None, lambda name, value: check(name, 1 if value is True else value), row)
+
+
+def _prompt_logprobs(params: Any, seq: Any) -> list[int] | None:
+    """Return the number, and the first token of the prompt whose log-probability is still wanted."""
+    return None if seq.prompt_logprobs_start is None else [params.prompt_logprobs, seq.prompt_logprobs_start]
+
+
+def _stop(name: str, value: Any) -> Any:
+    stop = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
+        raise RequestError(f"{name}={value!r} must be a string or a list of them, none empty; use ['\\n'], say")
+    return tuple(stop)
+
+
+def _allowed(name: str, value: Any) -> Any:
+    ids = token_ids(name, value)
+    if value is not None and not ids:
+        raise RequestError(f"{name} is empty, and no token could be drawn; use None for all tokens")
+    return ids or None
+
+
+def _structured_outputs(name: str, value: Any) -> Any:
+    if not isinstance(value, StructuredOutputsParams | None):
+        raise RequestError(f"{name}={value!r} is a {type(value).__name__}; use StructuredOutputsParams(json=...), say")
+    return value
 
 
 @with_checked_names(FOREIGN_NAMES)
@@ -95,66 +144,103 @@ class SamplingParams:
     Raises RequestError (a ValueError) for a value out of range.
     """
 
-    temperature: float = 1.0
-    max_tokens: int | None = 64
+    temperature: float = real(
+        1.0,
+        lambda value: 0 <= value <= MAX_TEMPERATURE,
+        f"finite and at least 0, and at most {MAX_TEMPERATURE:g}",
+        "use 0 for greedy or a positive number",
+    )
+    max_tokens: int | None = whole(
+        64, 1, "a request generates one token or more; use None for up to the model's limit", may_be_none=True
+    )
     ignore_eos: bool = False
-    stop: Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
+    stop: Sequence[str] | None = option(None, _stop)
+    stop_token_ids: Sequence[int] | None = option(None, token_ids)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    n: int = 1
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    min_tokens: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: int = whole(1, 1, "a request has one sample or more; for more than these, ask again", most=10_000)
+    top_k: int = whole(
+        0, -1, "use 0 for all tokens", row=_filter("i4", 0, lambda params: min(max(params.top_k, 0), MANY))
+    )
+    top_p: float = real(
+        1.0,
+        lambda value: 0 < value <= 1,
+        "above 0 and at most 1",
+        "use 1 for all tokens",
+        _filter("f4", 1.0, lambda params: max(params.top_p, 1e-30)),  # more than 0 in float32 too
+    )
+    min_p: float = real(
+        0.0,
+        lambda value: 0 <= value <= 1,
+        "at least 0 and at most 1",
+        "use 0 for all tokens",
+        _filter("f4", 0.0, lambda params: params.min_p),
+    )
+    seed: int | None = whole(
+        None, -(2**63), "it must fit in 64 bits; use None for any", most=2**63 - 1, may_be_none=True
+    )
+    min_tokens: int = whole(0, 0, "use 0 for no such limit", row=RowOption("i4", is_list=True, derive=_min_tokens))
+    presence_penalty: float = _penalty()
+    frequency_penalty: float = _penalty()
+    repetition_penalty: float = real(
+        1.0,
+        lambda value: 1e-3 <= value <= 1e3,
+        "between 0.001 and 1000",
+        "use 1 for none",
+        RowOption("f4", neutral=1.0),
+    )
+    logprobs: int | None = _num_logprobs(
+        RowOption("i4", derive=lambda params, _: 0 if params.logprob_token_ids else params.logprobs)
+    )
+    prompt_logprobs: int | None = _num_logprobs(RowOption("i4", is_list=True, derive=_prompt_logprobs))
     spaces_between_special_tokens: bool = True
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    structured_outputs: StructuredOutputsParams | None = field(default=None, hash=False)
-    logits_processors: Sequence[Callable[[list[int], Any], Any]] | None = field(default=None, hash=False)
-    logprob_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        token_biases,
+        RowOption("i4,f4", is_list=True, derive=lambda params, _: params.logit_bias and [*params.logit_bias.items()]),
+        hashed=False,
+    )
+    allowed_token_ids: Sequence[int] | None = option(None, _allowed)
+    bad_words: Sequence[str] | None = many(
+        lambda item: isinstance(item, str) and item.strip(), "a list of strings, none empty or blank; use ['no']"
+    )
+    structured_outputs: StructuredOutputsParams | None = option(None, _structured_outputs, hashed=False)
+    logits_processors: Sequence[Callable[[list[int], Any], Any]] | None = many(
+        callable,
+        "a list of functions of (output_token_ids, logits); use [lambda token_ids, logits: logits]",
+        hashed=False,
+    )
+    logprob_token_ids: Sequence[int] | None = option(None, token_ids, RowOption("i4", is_list=True))
     flat_logprobs: bool = False
-    routed_experts_prompt_start: int = 0
+    routed_experts_prompt_start: int = whole(0, 0, "use 0 for all of the prompt")
 
     def __post_init__(self) -> None:
-        for name, (is_in_range, rule, remedy) in FLOATS.items():
+        given_stop, names_tokens = self.stop, self.logprob_token_ids is not None
+        for name, default, check in CHECKS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise RequestError(f"{name}={value!r} is not a number; {remedy}")
-            if not is_in_range(value):
-                raise RequestError(f"{name}={value} must be {rule}; {remedy}")
-        for name, (least, most, remedy) in INTS.items():
-            value = getattr(self, name)
-            if value is True and name in LOGPROBS:
-                value = 1
-            if value is None and name in MAY_BE_NONE:
-                continue
-            if not is_whole_number(value):
-                raise RequestError(f"{name}={value!r} is not an int; use a whole number of at least {max(least, 0)}")
-            if value < least:
-                raise RequestError(f"{name}={value} must be at least {least}; {remedy}")
-            if value > most:
-                raise RequestError(f"{name}={value} must be at most {most}; {remedy}")
-            object.__setattr__(self, name, int(value))  # NumPy's integers, say
+            if value is not default or default is None:
+                object.__setattr__(self, name, check(name, value))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
         if self.n > 1 and self.temperature == 0:
             raise RequestError(f"n={self.n} samples at temperature=0 are all the same; use n=1, or a temperature")
-        for item in fields(self):
-            if isinstance(item.default, bool) and not isinstance(getattr(self, item.name), bool):
-                raise RequestError(f"{item.name}={getattr(self, item.name)!r} is not a bool; use True or False")
-        self._check_stops()
-        self._check_rules()
+        if self.stop and not self.detokenize:
+            raise RequestError(f"stop={given_stop!r} is found in text, and detokenize=False makes none; leave one out")
+        named = self.logprob_token_ids or ()
+        if len(named) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"logprob_token_ids has {len(named)} token ids, and at most {MAX_LOGPROB_TOKEN_IDS} can be asked for; "
+                "use logprobs=-1 for all of the vocabulary"
+            )
+        if names_tokens and self.logprobs not in (None, len(named)):
+            raise RequestError(
+                f"logprobs={self.logprobs} with {len(named)} logprob_token_ids: these take the place of the likeliest "
+                "tokens; leave logprobs out"
+            )
+        object.__setattr__(self, "logprob_token_ids", named or None)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -179,78 +265,8 @@ class SamplingParams:
             options["temperature"] = 0.0
         return cls(**options)
 
-    def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) and item for item in stop):
-            raise RequestError(f"stop={self.stop!r} must be a string or a list of them, none empty; use ['\\n'], say")
-        stop_token_ids = self._token_ids("stop_token_ids")
-        if stop and not self.detokenize:
-            raise RequestError(f"stop={self.stop!r} is found in text, and detokenize=False makes none; leave one out")
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
 
-    def _check_rules(self) -> None:
-        """Check what limits the tokens beside their probability; what is empty becomes None."""
-        object.__setattr__(self, "logit_bias", self._bias())
-        wanted = self._token_ids("logprob_token_ids")
-        if len(wanted) > MAX_LOGPROB_TOKEN_IDS:
-            raise RequestError(
-                f"logprob_token_ids has {len(wanted)} token ids, and at most {MAX_LOGPROB_TOKEN_IDS} can be asked for; "
-                "use logprobs=-1 for all of the vocabulary"
-            )
-        if self.logprob_token_ids is not None and self.logprobs not in (None, len(wanted)):
-            raise RequestError(
-                f"logprobs={self.logprobs} with {len(wanted)} logprob_token_ids: these take the place of the likeliest "
-                "tokens; leave logprobs out"
-            )
-        object.__setattr__(self, "logprob_token_ids", wanted or None)
-        if self.allowed_token_ids is not None:
-            allowed = self._token_ids("allowed_token_ids")
-            if not allowed:
-                raise RequestError("allowed_token_ids is empty, and no token could be drawn; use None for all tokens")
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        words = () if self.bad_words is None else self.bad_words
-        if not isinstance(words, (list, tuple)) or not all(isinstance(item, str) and item.strip() for item in words):
-            raise RequestError(f"bad_words={words!r} must be a list of strings, none empty or blank; use ['no'], say")
-        functions = () if self.logits_processors is None else self.logits_processors
-        if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
-            raise RequestError(
-                f"logits_processors={functions!r} must be a list of functions of (output_token_ids, logits); use "
-                "[lambda token_ids, logits: logits], say"
-            )
-        object.__setattr__(self, "bad_words", tuple(words) or None)
-        object.__setattr__(self, "logits_processors", tuple(functions) or None)
-        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            raise RequestError(
-                f"structured_outputs={self.structured_outputs!r} is a {type(self.structured_outputs).__name__}; "
-                "use StructuredOutputsParams(json=...), say"
-            )
-
-    def _bias(self) -> dict[int, float] | None:
-        given = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(given, Mapping):
-            raise RequestError(f"logit_bias={given!r} must be a dict from token ids to numbers; use {{0: -100}}, say")
-        bias: dict[int, float] = {}
-        for token_id, value in given.items():
-            key = int(token_id) if isinstance(token_id, str) and TOKEN_ID.fullmatch(token_id) else token_id
-            if not is_token_id(key):
-                raise RequestError(f"logit_bias has {token_id!r} in place of a token id; use whole numbers from 0 on")
-            if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= MAX_BIAS:
-                raise RequestError(
-                    f"logit_bias has {value!r} for token {token_id}; use a finite number between -{MAX_BIAS:g} and "
-                    f"{MAX_BIAS:g}, -100 to all but forbid the token"
-                )
-            bias[int(key)] = float(value)
-        return bias or None
-
-    def _token_ids(self, name: str) -> tuple[int, ...]:
-        given = getattr(self, name)
-        ids: list[Any] | None = [] if given is None else None
-        if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)):
-            ids = list(given)
-        if ids is None or not all(map(is_token_id, ids)):
-            raise RequestError(f"{name}={given!r} must be a list of token ids; use [0], say")
-        return tuple(map(int, ids))
+CHECKS = [(item.name, item.default, item.metadata.get("check", a_bool)) for item in fields(SamplingParams)]
 
 
 def check_against_model(
@@ -280,13 +296,3 @@ def check_against_model(
             f"min_tokens={params.min_tokens} forbids all stop tokens at first, and these are all "
             f"{len(drawable)} tokens that may be drawn; leave out min_tokens, stop_token_ids or allowed_token_ids"
         )
-
-
-def is_token_id(item: object) -> bool:
-    """Return whether it may be a token id of some model."""
-    return is_whole_number(item) and 0 <= item < 2**31  # type: ignore[operator]
-
-
-def is_whole_number(item: object) -> bool:
-    """Return whether it is an integer, NumPy's included; True and False are none."""
-    return isinstance(item, Integral) and not isinstance(item, bool)

@@ -1,7 +1,8 @@
 """What users of vLLM write that nanoinfer spells otherwise, does anyway, or does not have.
 
 The rule: an option of vLLM is accepted with a value that says what nanoinfer does anyway, and with None. With any other
-value it is refused, with our name for it or with the reason. A string below is our name, `only` has the values.
+value it is refused, with our name for it or with the reason. A string below is our name, `only` has the values. Those
+for SamplingParams are where its options are declared.
 """
 
 import inspect
@@ -47,7 +48,7 @@ def only(*accepted: Any, why: str = NOT_SUPPORTED) -> Foreign:
     return accepted, why
 
 
-def _guided(form: str) -> dict[str, str | Foreign | None]:
+def guided(form: str) -> dict[str, str | Foreign | None]:
     """Return the options that vLLM had before structured_outputs, and what takes their place, written into `form`."""
     return {f"guided_{kind}": form.format(f"{kind}=...") for kind in GUIDED_KINDS}
 
@@ -59,7 +60,7 @@ LLM_NAMES: Foreigners = {
     "torch_dtype": "dtype",
     "rope_scaling": "hf_overrides={'rope_scaling': ...}",
     "rope_theta": "hf_overrides={'rope_theta': ...}",
-    **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
+    **guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
     "guided_decoding_disable_any_whitespace": "structured_outputs_config",
     "guided_decoding_disable_additional_properties": "structured_outputs_config",
     **{name: (accepted, NOT_SUPPORTED) for names, accepted in WITHOUT.items() for name in names.split()},
@@ -94,43 +95,15 @@ PROMPT_NAMES: Foreigners = {
 }
 CALL_NAMES: Foreigners = {
     **PROMPT_NAMES,
-    **_guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
+    **guided("structured_outputs=StructuredOutputsParams({}) of SamplingParams"),
     "guided_options_request": "structured_outputs of SamplingParams",
     "chat_template_content_format": only("auto"),
 }
 
-# The same for fields of SamplingParams, and for what transformers calls them.
-SAMPLING_NAMES: Foreigners = {
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids",
-    "bad_words_ids": "bad_words",
-    "guided_decoding": "structured_outputs",
-    "response_format": "structured_outputs",
-    "top_logprobs": "logprobs",
-    **_guided("structured_outputs=StructuredOutputsParams({})"),
-    "truncate_prompt_tokens": "tokenization_kwargs of generate and chat",
-    "best_of": only(1, why="n samples are drawn, and all of them returned"),
-    "do_sample": only(True, why="temperature=0 is greedy decoding"),
-    "length_penalty": only(1),
-    "no_repeat_ngram_size": only(0),
-    "num_beams": only(1),
-    "typical_p": only(1),
-    "output_kind": only(why=f"{NOT_SUPPORTED}: generate returns whole outputs, and stream yields what is new"),
-    "skip_reading_prefix_cache": only(False, why=f"{NOT_SUPPORTED}, but LLM(enable_prefix_caching=False)"),
-    "output_text_buffer_length": only(0),
-    **dict.fromkeys(("early_stopping", "skip_clone", "use_beam_search"), only(False)),
-    **dict.fromkeys(("extra_args", "repetition_detection", "thinking_token_budget")),
-}
-
-# The same for fields of a line of run-batch, those of OpenAI included. Where nothing else is said, OpenAI's default is
-# accepted. Fields that no answer depends on have no place here: `IGNORED` of batch/openai_format.py has them.
+# The same for fields of a line of run-batch beside sampling options, those of OpenAI included. Where nothing else is
+# said, OpenAI's default is accepted. Fields that no answer depends on have no place here: `IGNORED` of
+# batch/openai_format.py has them.
 LINE_NAMES: Foreigners = {
-    **SAMPLING_NAMES,
     **{f"guided_{kind}": f'"structured_outputs": {{"{kind}": ...}}' for kind in GUIDED_KINDS},
     "add_generation_prompt": only(True, why="every answer is a new message"),
     "audio": only(why="answers are texts"),

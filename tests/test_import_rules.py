@@ -25,6 +25,7 @@ EVERYBODY = {
     "metrics",
     "flat_logprobs",
     "structured_outputs",
+    "option_fields",
     "sampling_params",
     "pooling_params",
     "pooling_outputs",
@@ -37,6 +38,7 @@ STEP_DATA = {
     "engine.row_options",
     "engine.token_masks",
     "engine.hidden_states_request",
+    "engine.found",
 }  # what engine and runner tell each other
 PLANNERS = EVERYBODY - {"device", "checkpoint"}  # what plans without PyTorch
 MAY_IMPORT: dict[str, set[str]] = {
@@ -51,8 +53,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"outputs"},
     "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
-    "sampling_params": {"errors", "vllm_names", "structured_outputs"},
-    "pooling_params": {"errors", "sampling_params"},
+    "option_fields": {"errors"},
+    "sampling_params": {"errors", "vllm_names", "structured_outputs", "option_fields"},
+    "pooling_params": {"errors", "option_fields"},
     "pooling_outputs": {"outputs"},
     "checkpoint": {"errors", "config", "device"},
     "text": EVERYBODY,
@@ -105,7 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {*nanoinfer.__all__, "__version__", "cli", "terminal_chat", "batch", "bench", "models"}
     | {"engine.interrupts"},
 }
-WITHOUT_TORCH = {"constraints", "engine", "config", "sampling_params"}
+WITHOUT_TORCH = {"constraints", "engine", "config", "option_fields", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "metrics", "flat_logprobs", "errors", "vllm_names", "cli"}
 CUDA_ONLY = (
     "ops.common.math",

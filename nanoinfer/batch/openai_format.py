@@ -16,7 +16,7 @@ from typing import Any
 from nanoinfer.batch.job_files import MAX_LINE_BYTES, Line
 from nanoinfer.errors import NOT_SUPPORTED, RequestError, find_similar, says_what_is_so
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import FOREIGN_NAMES, SamplingParams
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.arguments import as_list_of_prompts
 from nanoinfer.vllm_names import LINE_NAMES
@@ -28,6 +28,7 @@ IGNORED = {"model", "user", "metadata", "safety_identifier", "service_tier", "st
 IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"}
 WITHOUT_TOOLS = {"tool_choice": "none", "parallel_tool_calls": False}  # change nothing where there are no tools
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+FOREIGN_FIELDS = {**FOREIGN_NAMES, **LINE_NAMES}
 SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logits_processors"]
 LOWEST_LOGPROB = -9999.0  # OpenAI's for a token that is all but impossible; JSON has no minus infinity
 
@@ -109,8 +110,8 @@ def _served(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the fields that are known, if all others say what is so anyway. Raises RequestError if one does not."""
     unknown, reasons = [], []
     for name in sorted({*body}.difference(known), key=str):
-        its = LINE_NAMES.get(name, "")
-        if name in LINE_NAMES and says_what_is_so(its, body[name]):
+        its = FOREIGN_FIELDS.get(name, "")
+        if name in FOREIGN_FIELDS and says_what_is_so(its, body[name]):
             continue
         if isinstance(its, str):
             meant = its if its in known or " " in its else find_similar(str(name), known)

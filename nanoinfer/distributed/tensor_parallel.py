@@ -14,6 +14,7 @@ import torch.distributed
 from torch import Tensor
 
 from nanoinfer.device import import_error
+from nanoinfer.distributed.cuda_ipc import SharedGpuMemory
 from nanoinfer.distributed.symmetric_memory import SymmetricMemory
 from nanoinfer.errors import ConfigError
 
@@ -170,7 +171,11 @@ class TensorParallel:
     @property
     def num_shared_bytes(self) -> int:
         """The bytes of this rank's GPU that `symmetric_memory` and `copy_engines` take."""
-        return sum(memory.own.nbytes for memory in (self.symmetric_memory, self.copy_engines) if memory is not None)
+        return sum(memory.own.nbytes for memory in self._memories)
+
+    @property
+    def _memories(self) -> list[SharedGpuMemory]:
+        return [memory for memory in (self.symmetric_memory, self.copy_engines) if memory is not None]
 
     def join(self) -> None:
         """Let the current stream wait for the copy engines: a step that failed may have left them something."""
@@ -179,17 +184,15 @@ class TensorParallel:
 
     def abort(self) -> None:
         """End all communication, that of other threads included. On a CPU it ends when a rank does."""
-        for memory in (self.symmetric_memory, self.copy_engines):
-            if memory is not None:
-                memory.release()
+        for memory in self._memories:
+            memory.release()
         if self.size > 1 and self.group.name() == "nccl":
             self.group.abort()
 
     def close(self) -> None:
         """Free the memory for sums. Nothing may be running on this rank's GPU."""
-        for memory in (self.symmetric_memory, self.copy_engines):
-            if memory is not None:
-                memory.close()
+        for memory in self._memories:
+            memory.close()
 
 
 def connect(rank: int, size: int, device: torch.device, meeting: Any) -> TensorParallel:

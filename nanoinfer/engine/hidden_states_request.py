@@ -1,21 +1,74 @@
 """What requests want of the hidden states of their prompts: pooled to an embedding or scores, or as they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
+from nanoinfer.engine.found import Found
+from nanoinfer.option_fields import RowOption
 
-class HiddenStatesRecord(NamedTuple):
-    """What an admitted sequence wants of its prompt's hidden states, as the packet carries it."""
 
-    row: int
+@dataclass(slots=True, eq=False)
+class HiddenStatesRequest:
+    """What a request wants of its prompt's hidden states, and what has come so far.
+
+    pools: whether the states are pooled; the request then ends with its prompt. first: the first token whose states are
+    wanted; tokens before it may come from the prefix cache. make_output: makes the user's output from the request's
+    RequestOutput and this object; None where that is the RequestOutput itself. layers: the layers whose states are
+    wanted without pooling; 0 is the embedding. layers_from: the first token whose states are wanted of these layers.
+    second_text: where the second text of a pair begins; None for one text. take: called with a layer, the first token,
+    and the states on the device, as soon as their step is launched; None keeps the states in `found`. found: the values
+    that have come, by layer (None: pooled) and by the first token of each part; a part that is computed again replaces
+    the old one.
+    """
+
+    pools: bool
+    first: int
+    make_output: Callable[..., Any] | None = None
+    layers: tuple[int, ...] = ()
+    layers_from: int = 0
+    second_text: int | None = None
+    take: Callable[[int, int, Any], object] | None = None
+    found: dict[int | None, dict[int, Any]] = field(default_factory=dict)
+
+    def asked(self, num_prompt_tokens: int) -> list[int]:
+        """Return the numbers of the request's `WantedStates`, without the first, and its layers after them."""
+        second_text = num_prompt_tokens if self.second_text is None else self.second_text
+        return [self.pools, self.layers_from, self.take is not None, second_text, *self.layers]
+
+    def add(self, found: "ChunkStates") -> None:
+        first = 0 if found.layer is None else self.layers_from
+        if found.start <= first:  # the prompt is computed again, maybe in other chunks
+            self.found.pop(found.layer, None)
+        self.found.setdefault(found.layer, {})[found.start] = found.values
+
+    def parts(self, layer: int | None) -> list[Any]:
+        """Return the values of a layer, or of pooling, in the order of the tokens."""
+        found = self.found.get(layer, {})
+        return [found[start] for start in sorted(found)]
+
+    def to_output(self, output: Any) -> Any:
+        """Return what the user gets, given the RequestOutput."""
+        return output if self.make_output is None else self.make_output(output, self)
+
+
+def _asked(_params: object, seq: Any) -> list[int] | None:
+    wanted = seq.hidden_states_request
+    return None if wanted is None else wanted.asked(seq.num_prompt_tokens)
+
+
+HIDDEN_STATES = RowOption("i4", is_list=True, derive=_asked)
+
+
+class WantedStates(NamedTuple):
+    """What a row wants of its prompt's hidden states."""
+
     num_prompt_tokens: int
     pools: int  # 1: they are pooled, and no token is sampled
     layers_from: int  # the first token whose hidden states are wanted as they are
     keeps_on_device: int  # 1: these stay on the device, for a function
     second_text: int  # where the second text of a pair begins; num_prompt_tokens where there is none
-    num_layers: int  # hidden states of so many layers are wanted; their numbers follow in the packet
+    layers: list[int]  # whose hidden states are wanted as they are
 
 
 class ChunkStates(NamedTuple):
@@ -31,79 +84,40 @@ class ChunkStates(NamedTuple):
     values: Any  # a tensor on the host
 
 
-class PooledVectors(NamedTuple):
+@dataclass(slots=True)
+class FoundStates(Found):
+    """The hidden states of a step's prompts, or what pooling made of each of their tokens."""
+
+    parts: list[ChunkStates]
+
+    def launched(self, batch: Any) -> None:
+        for part in self.parts:
+            wanted = batch.prefill[part.chunk].seq.hidden_states_request
+            if part.layer is not None and wanted is not None and wanted.take is not None:
+                wanted.take(part.layer, part.start, part.values)
+
+    def collected(self, batch: Any, *_: object) -> None:
+        for part in self.parts:
+            wanted = batch.prefill[part.chunk].seq.hidden_states_request
+            if wanted is not None and part.layer is None:
+                wanted.add(part)
+            elif wanted is not None and wanted.take is None:
+                wanted.add(part._replace(values=part.values.clone()))  # the memory that they came in is wanted again
+        for seq, start, length, _ in batch.prefill:
+            wanted = seq.hidden_states_request
+            if wanted is not None and not wanted.pools and start + length >= seq.num_prompt_tokens:
+                seq.hidden_states_request = None  # all have come: a recomputed prompt does not need them again
+
+
+@dataclass(slots=True)
+class PooledVectors(Found):
     """What pooling has made of the prompts that a step completes, a vector of each. chunks: which of the step's."""
 
     chunks: list[int]
     values: Any  # (num_chunks, size), a tensor on the host
 
-    @property
-    def each(self) -> list[ChunkStates]:
-        """The same, one by one."""
-        return [ChunkStates(chunk, None, 0, self.values[place : place + 1]) for place, chunk in enumerate(self.chunks)]
-
-
-PoolerOutput = ChunkStates | PooledVectors
-
-
-@dataclass(slots=True, eq=False)
-class HiddenStatesRequest:
-    """What a request wants of its prompt's hidden states, and what has come so far.
-
-    pools: whether the states are pooled; the request then ends with its prompt. first: the first token whose states are
-    wanted; tokens before it may come from the prefix cache. to_output: makes the user's output from the request's
-    RequestOutput and this object. layers: the layers whose states are wanted without pooling; 0 is the embedding.
-    layers_from: the first token whose states are wanted of these layers. second_text: where the second text of a pair
-    begins; None for one text. take: called with a layer, the first token, and the states on the device, as soon as
-    their step is launched; None keeps the states in `found`. found: the values that have come, by layer (None: pooled)
-    and by the first token of each part; a part that is computed again replaces the old one.
-    """
-
-    pools: bool
-    first: int
-    to_output: Callable[..., Any]
-    layers: tuple[int, ...] = ()
-    layers_from: int = 0
-    second_text: int | None = None
-    take: Callable[[int, int, Any], object] | None = None
-    found: dict[int | None, dict[int, Any]] = field(default_factory=dict)
-
-    def record(self, row: int, num_prompt_tokens: int) -> HiddenStatesRecord:
-        second_text = num_prompt_tokens if self.second_text is None else self.second_text
-        pools, keeps, num_layers = int(self.pools), int(self.take is not None), len(self.layers)
-        return HiddenStatesRecord(row, num_prompt_tokens, pools, self.layers_from, keeps, second_text, num_layers)
-
-    def add(self, found: ChunkStates) -> None:
-        first = 0 if found.layer is None else self.layers_from
-        if found.start <= first:  # the prompt is computed again, maybe in other chunks
-            self.found.pop(found.layer, None)
-        self.found.setdefault(found.layer, {})[found.start] = found.values
-
-    def parts(self, layer: int | None) -> list[Any]:
-        """Return the values of a layer, or of pooling, in the order of the tokens."""
-        found = self.found.get(layer, {})
-        return [found[start] for start in sorted(found)]
-
-
-def hand_over_states(chunks: Sequence[Any], found: Sequence[PoolerOutput]) -> None:
-    """Call users' functions with the hidden states of a step that was launched."""
-    for one in found:
-        if isinstance(one, PooledVectors):
-            continue
-        states = chunks[one.chunk].seq.hidden_states_request
-        if one.layer is not None and states is not None and states.take is not None:
-            states.take(one.layer, one.start, one.values)
-
-
-def collect_states(chunks: Sequence[Any], found: Sequence[PoolerOutput]) -> None:
-    """Give the sequences of a step's chunks what the step has found of them."""
-    for one in chain.from_iterable(one.each if isinstance(one, PooledVectors) else (one,) for one in found):
-        states = chunks[one.chunk].seq.hidden_states_request
-        if states is not None and one.layer is None:
-            states.add(one)
-        elif states is not None and states.take is None:
-            states.add(one._replace(values=one.values.clone()))  # the memory that they came in is wanted again
-    for seq, start, length, _ in chunks:
-        states = seq.hidden_states_request
-        if states is not None and not states.pools and start + length >= seq.num_prompt_tokens:
-            seq.hidden_states_request = None  # all have come: a recomputed prompt does not need them again
+    def collected(self, batch: Any, *_: object) -> None:
+        for place, chunk in enumerate(self.chunks):
+            wanted = batch.prefill[chunk].seq.hidden_states_request
+            if wanted is not None:
+                wanted.add(ChunkStates(chunk, None, 0, self.values[place : place + 1]))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec
+from nanoinfer.engine.found import Found
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
@@ -45,23 +46,15 @@ class Constraints(Protocol):
 
 
 class SampledStep(Protocol):
-    """Holds what a sampled step yields besides tokens. The engine reads `errors`, and hands the rest to `Extras`."""
+    """Holds what a sampled step yields besides tokens."""
 
     @property
     def errors(self) -> abc.Mapping[int, str]:
         """Why a user's function failed, by the batch_idx of the token that could not be drawn."""
 
     @property
-    def logprobs(self) -> abc.Sequence[Any]:
-        """Log-probabilities of sampled tokens."""
-
-    @property
-    def prompt_logprobs(self) -> abc.Sequence[Any]:
-        """Log-probabilities of prompts' tokens."""
-
-    @property
-    def hidden_states(self) -> abc.Sequence[Any]:
-        """Hidden states, and what was pooled of them."""
+    def found(self) -> abc.Sequence[Found]:
+        """What requests want beside tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,8 @@ class LLMEngine(Engine):
             launched = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
             handle = runner.sample(launched, masks)
-            self.extras.launched(batch, handle)
+            for found in handle.found:
+                found.launched(batch)
             self._in_flight.append(Step(batch, handle, started))
             self.scheduler.listener.launched(batch)
         except BaseException:
@@ -245,7 +246,8 @@ class LLMEngine(Engine):
             step.batch.sampled[batch_idx].error = error
         wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
         self._note_finished(self.scheduler.update(step.batch, token_ids))
-        self.extras.collected(self._requests, step.batch, step.handle, wanted)
+        for found in step.handle.found:
+            found.collected(step.batch, self._requests, wanted)
         self.count_step(step.started, now, step.batch.num_prefill_tokens, sum(wanted))
         self.scheduler.listener.collected(step.batch, now)
         if self._watched:

@@ -1,23 +1,25 @@
-"""The packet that tells the device of a step, in one copy, and other processes in one write: a flat int32 array.
+"""The packet that tells of a step: one flat int32 array, written once, for the device and for other processes.
 
-The device remembers what it was told. A running sequence owns one row of the tables in `runner/step_tables.py`, and a
-packet carries only what is new: rows given to sequences that were admitted, blocks that were allocated, the prompt
-chunks to compute, the rows to decode.
+It has a header and two parts of several sections: what is uploaded to the device, and what only the hosts of all ranks
+read. The device remembers what it was told. A running sequence owns one row of the tables in `runner/step_tables.py`,
+and a packet carries only what is new: rows given to sequences that were admitted, blocks that were allocated, the
+prompt chunks to compute, the rows to decode.
 
-A section's records are a NamedTuple. `record_dtype` makes a NumPy dtype of it, so that host and device find columns by
-the names of its fields.
+A section's records are a NamedTuple. `section` makes a NumPy dtype of it, so that host and device find columns by the
+names of its fields.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from dataclasses import dataclass, field, fields
+from operator import mul
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.hidden_states_request import HiddenStatesRecord
-from nanoinfer.engine.row_options import SamplingRecord, TokenBias, sampling_sections
+from nanoinfer.engine.row_options import Asked, asked_options, asked_sections
 from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 
@@ -25,10 +27,11 @@ Packet = NDArray[np.int32]
 
 
 class RowRecord(NamedTuple):
-    """What every admitted sequence tells the device about its row."""
+    """What every admitted sequence tells of its row."""
 
     row: int
     num_tokens: int  # known tokens; their ids follow in the packet
+    num_prompt_tokens: int
     temperature: float
     seed: np.int64
 
@@ -49,26 +52,33 @@ class DecodeRecord(NamedTuple):
     num_group_rows: int  # rows of the prefix group that begins with this one; 0 where none begins
 
 
-class PacketSections(NamedTuple):
-    """Holds the records of each section after the header: int32 views (num_records, num_columns); (0, 1) without any.
+def section(record: type) -> Any:
+    """Declare a section by the type of its records: int is int32 and float float32, so all are columns."""
+    kinds: dict[Any, Any] = {int: np.int32, float: np.float32, np.int64: np.int64}
+    columns = [(name, kinds[kind]) for name, kind in get_type_hints(record).items()]
+    return field(metadata={"dtype": np.dtype(kinds.get(record, columns))})
 
-    They are views of an array, or of a tensor on the device. Each field is annotated with the type of its records.
-    """
 
-    row_records: Annotated[Any, RowRecord]
-    known_tokens: Annotated[Any, int]  # the ids of the admitted sequences, one sequence after another
-    new_blocks: Annotated[Any, NewBlock]
-    block_copies: Annotated[Any, BlockCopy]
-    kept_states: Annotated[Any, StateCopy]
-    restored_states: Annotated[Any, StateCopy]
-    chunks: Annotated[Any, ChunkRecord]  # the first num_prefill_samples of them sample a token
-    decode_rows: Annotated[Any, DecodeRecord]
-    sampling_records: Annotated[Any, SamplingRecord]
-    stop_ids: Annotated[Any, int]  # of all sampling records, one record after another; so are the next two
-    biases: Annotated[Any, TokenBias]
-    logprob_ids: Annotated[Any, int]
-    hidden_states_records: Annotated[Any, HiddenStatesRecord]
-    wanted_layers: Annotated[Any, int]  # whose hidden states are wanted, one states record after another
+@dataclass(slots=True)
+class DeviceSections:
+    """Holds views of the sections that are uploaded, (num_records, num_columns) int32; (0, 1) where there are none."""
+
+    row_records: Any = section(RowRecord)
+    known_tokens: Any = section(int)  # the ids of the admitted sequences, one sequence after another
+    new_blocks: Any = section(NewBlock)
+    block_copies: Any = section(BlockCopy)
+    chunks: Any = section(ChunkRecord)  # the first num_prefill_samples of them sample a token
+    decode_rows: Any = section(DecodeRecord)
+
+
+@dataclass(slots=True)
+class HostSections(DeviceSections):
+    """Holds views of all sections: those that are uploaded, some of which hosts read too, and those for hosts alone."""
+
+    kept_states: Any = section(StateCopy)
+    restored_states: Any = section(StateCopy)
+    asked: Any = section(Asked)
+    asked_values: Any = section(int)  # of all of these, one after another
 
 
 class Header(NamedTuple):
@@ -78,22 +88,23 @@ class Header(NamedTuple):
     num_prefill_samples: int  # chunks that sample a token: the first ones
     num_prefill_blocks: int  # different blocks of the chunks' sequences
     awaits_masks: int  # 1 if the ranks must wait for token masks before they sample
+    num_uploaded: int  # numbers after the header that are uploaded
     counts: dict[str, int]  # how many records each section has
 
+    def on_host(self, packet: Packet) -> HostSections:
+        return HostSections(*_views(packet[HEADER_SIZE:], [*self.counts.values()]))
 
-def record_dtype(record: type) -> np.dtype[Any]:
-    """Return the dtype of a record, structured if it has fields: int is int32 and float float32, so all are columns."""
-    kinds = {int: np.int32, float: np.float32, np.int64: np.int64}
-    if record in kinds:
-        return np.dtype(kinds[record])
-    return np.dtype([(name, kinds[kind]) for name, kind in get_type_hints(record).items()])
+    def uploaded(self, packet: Packet) -> Packet:
+        """Return the part of a packet that is uploaded, for `on_device`."""
+        return packet[HEADER_SIZE : HEADER_SIZE + self.num_uploaded]
+
+    def on_device(self, uploaded: Any) -> DeviceSections:
+        return DeviceSections(*_views(uploaded, [*self.counts.values()][:NUM_UPLOADED]))
 
 
-SECTION_DTYPES: dict[str, Any] = {  # a np.dtype each
-    name: record_dtype(hint.__metadata__[0])
-    for name, hint in get_type_hints(PacketSections, include_extras=True).items()
-}
+SECTION_DTYPES: dict[str, Any] = {item.name: item.metadata["dtype"] for item in fields(HostSections)}  # a np.dtype each
 NUM_COLUMNS = [dtype.itemsize // 4 for dtype in SECTION_DTYPES.values()]
+NUM_UPLOADED = len(fields(DeviceSections))  # sections, which come first
 FIRST_COUNT = len(Header._fields) - 1  # where the counts begin
 HEADER_SIZE = FIRST_COUNT + len(SECTION_DTYPES)
 
@@ -121,7 +132,9 @@ def join_sections(
 ) -> Packet:
     """Write a packet of these sections, by name; missing sections are empty. The numbers: see Header."""
     records = [sections.get(name, ()) for name in SECTION_DTYPES]
-    numbers = [num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), *map(len, records)]
+    counts = [*map(len, records)]
+    num_uploaded = sum(map(mul, counts[:NUM_UPLOADED], NUM_COLUMNS))
+    numbers = [num_prefill_tokens, num_samples, num_blocks, int(awaits_masks), num_uploaded, *counts]
     parts = [np.array(one, dtype) for one, dtype in zip(records, SECTION_DTYPES.values(), strict=True) if len(one)]
     return np.concatenate([np.array(numbers, np.int32), *(part.view(np.int32) for part in parts)])
 
@@ -131,22 +144,22 @@ def read_header(packet: Packet) -> Header:
     return Header._make((*numbers[:FIRST_COUNT], dict(zip(SECTION_DTYPES, numbers[FIRST_COUNT:], strict=True))))
 
 
-def split_packet(packet: Any, header: Header) -> PacketSections:
-    """Cut a packet (an array, or a tensor on the device) into views of its sections.
+def _views(part: Any, counts: list[int]) -> list[Any]:
+    """Cut an array or a tensor into the first sections, with so many records each.
 
     All empty sections share one view, because creating a tensor view is slow.
     """
-    views, offset, empty = [], HEADER_SIZE, packet[:0].reshape(0, 1)
-    for num_records, num_columns in zip(header.counts.values(), NUM_COLUMNS, strict=True):
+    views, offset, empty = [], 0, part[:0].reshape(0, 1)
+    for num_records, num_columns in zip(counts, NUM_COLUMNS, strict=False):
         end = offset + num_records * num_columns
-        views.append(packet[offset:end].reshape(num_records, num_columns) if num_records else empty)
+        views.append(part[offset:end].reshape(num_records, num_columns) if num_records else empty)
         offset = end
-    assert offset == len(packet), f"a packet of {len(packet)} numbers has sections of {offset}"
-    return PacketSections(*views)
+    assert offset == len(part), f"a packet of {len(part)} numbers after its header has sections of {offset}"
+    return views
 
 
-def column(sections: PacketSections, section: str, name: str) -> Any:
-    """Return one int32 field of all records of a section, (num_records,): a view. Sections: see `split_packet`."""
+def column(sections: DeviceSections, section: str, name: str) -> Any:
+    """Return one int32 field of all records of a section, (num_records,): a view."""
     return getattr(sections, section)[:, SECTION_DTYPES[section].fields[name][1] // 4]
 
 
@@ -162,14 +175,11 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
 
 def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
     """Return the sections that tell of newly admitted sequences."""
-    asking = [(seq, seq.hidden_states_request) for seq in admitted if seq.hidden_states_request is not None]
     return {
         "row_records": [
-            RowRecord(seq.held_row, len(seq.token_ids), seq.sampling_params.temperature, np.int64(seq.seed))
+            (seq.held_row, len(seq.token_ids), seq.num_prompt_tokens, seq.sampling_params.temperature, seq.seed)
             for seq in admitted
         ],
         "known_tokens": np.concatenate([np.frombuffer(seq.token_ids, np.int32) for seq in admitted]),
-        "hidden_states_records": [request.record(seq.held_row, seq.num_prompt_tokens) for seq, request in asking],
-        "wanted_layers": [layer for _, request in asking for layer in request.layers],
-        **sampling_sections(admitted),
+        **asked_sections([(seq.held_row, asked_options(seq)) for seq in admitted]),
     }

@@ -156,4 +156,4 @@ class Request:
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
         wanted = self.hidden_states_request
-        return output if wanted is None else wanted.to_output(output, wanted)
+        return output if wanted is None else wanted.to_output(output)

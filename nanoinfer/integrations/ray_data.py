@@ -25,8 +25,8 @@ from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, WorkerErro
 from nanoinfer.batch.openai_format import parse_sampling
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
+from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from nanoinfer.sampling_params import is_whole_number
 from nanoinfer.text.arguments import as_list, as_prompt
 from nanoinfer.text.chat import render_chat
 from nanoinfer.vllm_names import LLM_NAMES

@@ -16,7 +16,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.errors import RequestError
-from nanoinfer.sampling_params import is_whole_number
+from nanoinfer.option_fields import is_whole_number
 from nanoinfer.text.prompts import PreparedRequest
 
 # Is called with the index of the prompt, the layer, the place of the first token, and the states on the device.
@@ -64,11 +64,11 @@ class HiddenStatesOptions:
         layers = tuple(dict.fromkeys(self.layers.values()))
         states: HiddenStatesRequest | None = request.hidden_states_request
         if states is None:
-            states = HiddenStatesRequest(pools=False, first=start, to_output=lambda output, _: output)
+            states = HiddenStatesRequest(pools=False, first=start)
         states.layers, states.layers_from, states.first = layers, start, min(start, states.first)
         states.take = None if self.callback is None else partial(self._hand_over, index)
         if self.callback is None:
-            states.to_output = partial(self._with_states, states.to_output)
+            states.make_output = partial(self._with_states, states.make_output)
         request.hidden_states_request = states
 
     def _hand_over(self, index: int, layer: int, start: int, states: torch.Tensor) -> None:
@@ -84,11 +84,11 @@ class HiddenStatesOptions:
         if self.errors:
             raise self.errors[0]
 
-    def _with_states(self, to_output: Callable[..., Any], output: Any, states: HiddenStatesRequest) -> Any:
+    def _with_states(self, make_output: Callable[..., Any] | None, output: Any, states: HiddenStatesRequest) -> Any:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""
         parts = {given: states.parts(counted) for given, counted in self.layers.items()}
         whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
-        made = replace(to_output(output, states), hidden_states=whole)
+        made = replace(make_output(output, states) if make_output else output, hidden_states=whole)
         states.found.clear()  # which the request would keep until its call returns
         return made
 

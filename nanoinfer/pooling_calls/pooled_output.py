@@ -23,7 +23,7 @@ MIN_NORM = 1e-12  # a vector of zeros stays one
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput(ABC):
-    """Makes the user's outputs of texts with the same parameters: `HiddenStatesRequest.to_output`.
+    """Makes the user's outputs of texts with the same parameters: `HiddenStatesRequest.make_output`.
 
     size: values of an embedding, or logits.
     """

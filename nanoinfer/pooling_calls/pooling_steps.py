@@ -11,17 +11,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.engine import Action, Recipient
-from nanoinfer.engine.hidden_states_request import PooledVectors
+from nanoinfer.engine.hidden_states_request import FoundStates, PooledVectors
 from nanoinfer.engine.interfaces import SampledStep
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
+from nanoinfer.engine.row_options import NAMES
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.text.prompts import PreparedRequest
@@ -141,18 +142,20 @@ class PoolingSteps:
             raise
         self._in_flight.popleft()
         engine.count_step(step.started, time.perf_counter(), step.num_tokens, 0)
-        reserved, found = engine.reserved_ids, step.handle.hidden_states  # one of all texts, or one of each
-        values: Any = [one.values.numpy() for one in found]
-        if isinstance(found[0], PooledVectors):
-            [values] = values
+        reserved, [found] = engine.reserved_ids, step.handle.found
+        if isinstance(found, PooledVectors):
+            values: Any = found.values.numpy()
+        else:
+            assert isinstance(found, FoundStates), "each token of a text was pooled"
+            values = [part.values.numpy() for part in found.parts]
         check_finite((text.request_id for text in step.texts), values)
         for place, text in enumerate(step.texts):
             if Action.ABORT in reserved.take(text.request_id):
                 values[place] = np.full_like(values[place][:1], np.nan)
         metrics = {to: RequestMetrics(step.started - to.arrival_time) for to in {text.to for text in step.texts}}
         made: list[Any] = []
-        for to_output, group in groupby(text.prepared.hidden_states_request.to_output for text in step.texts):
-            made += to_output.make_all(values[len(made) : len(made) + len([*group])])
+        for make_output, group in groupby(text.prepared.hidden_states_request.make_output for text in step.texts):
+            made += make_output.make_all(values[len(made) : len(made) + len([*group])])
         for (request_id, request, to), one in zip(step.texts, made, strict=True):
             output = PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, one, metrics[to])
             to.outputs.append(output)
@@ -175,22 +178,23 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
     sizes = np.array([len(request.token_ids) for request in requests])
     rows, blocks = np.arange(len(sizes)), -(-sizes // block_size)
     row_records = np.zeros(len(sizes), SECTION_DTYPES["row_records"])
-    row_records["row"], row_records["num_tokens"] = rows, sizes
+    row_records["row"], row_records["num_tokens"], row_records["num_prompt_tokens"] = rows, sizes, sizes
     new_blocks = np.zeros(blocks.sum(), SECTION_DTYPES["new_blocks"])
     new_blocks["row"] = rows.repeat(blocks)
     new_blocks["block_id"] = np.arange(len(new_blocks))
     new_blocks["column"] = new_blocks["block_id"] - (blocks.cumsum() - blocks).repeat(blocks)
     chunks = np.zeros(len(sizes), SECTION_DTYPES["chunks"])
     chunks["row"], chunks["length"] = rows, sizes
+    wanted = [one.hidden_states_request.asked(size) for one, size in zip(requests, sizes.tolist(), strict=True)]
+    asked = np.zeros(len(sizes), SECTION_DTYPES["asked"])
+    asked["row"], asked["option"], asked["size"] = rows, NAMES.index("hidden_states_request"), len(wanted[0])
     sections = {
         "row_records": row_records,
         "known_tokens": np.concatenate([_ids(request) for request in requests]),
         "new_blocks": new_blocks,
         "chunks": chunks,
-        "hidden_states_records": [
-            request.hidden_states_request.record(row, size)
-            for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True))
-        ],
+        "asked": asked,
+        "asked_values": [*chain.from_iterable(wanted)],
     }
     return join_sections(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
 

@@ -113,7 +113,7 @@ def unpack_outputs(
         )
         if line in message.hidden_states:
             states = replace(prepared.hidden_states_request, found=unpack_states(message.hidden_states[line]))
-            output = states.to_output(output, states)
+            output = states.to_output(output)
         yield request, output
 
 
@@ -179,9 +179,9 @@ def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: To
 
 
 def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOutput:
-    """Return the output of a request with all that it wants of hidden states, for a message: `to_output` in a replica.
+    """Return the output of a request with all that it wants of hidden states, for a message.
 
-    The parts are not joined, which would copy them.
+    It is the `make_output` of requests in a replica. The parts are not joined, which would copy them.
     """
     found: Any = {layer: [*map(_pack_values, states.parts(layer))] for layer in states.found}
     return replace(output, hidden_states=found)

@@ -156,7 +156,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) ->
         [pickle.dumps(params, pickle.HIGHEST_PROTOCOL) for params in distinct],
         np.array(which_params, np.int32),
         {
-            line: replace(request.prepared.hidden_states_request, to_output=None)  # which stays here
+            line: replace(request.prepared.hidden_states_request, make_output=None)  # which stays here
             for line, request in enumerate(queued)
             if request.prepared.hidden_states_request is not None
         },
@@ -214,13 +214,13 @@ class ReceivedRequest(NamedTuple):
     is_aborted: bool
 
 
-def unpack_requests(message: Requests, to_output: Callable[..., Any]) -> list[ReceivedRequest]:
+def unpack_requests(message: Requests, make_output: Callable[..., Any]) -> list[ReceivedRequest]:
     """Return the requests; one whose sampling parameters cannot be read here has an error.
 
-    to_output: what each HiddenStatesRequest gets as its `to_output`.
+    make_output: what each HiddenStatesRequest gets as its `make_output`.
     """
     for wanted in message.hidden_states_requests.values():
-        wanted.to_output = to_output
+        wanted.make_output = make_output
     params: list[SamplingParams] = []
     errors: dict[int, RequestError] = {}
     for pickled in message.params:

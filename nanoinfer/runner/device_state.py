@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
-from nanoinfer.engine.packet import Header, PacketSections
+from nanoinfer.engine.packet import DeviceSections, Header, HostSections
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler
 from nanoinfer.runner.step_tables import StepTables
+from nanoinfer.sampling.row_state import admit_rows
 from nanoinfer.sampling.sampler import Sampler
 
 
@@ -41,11 +42,12 @@ class DeviceState:
     routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = field(default=None)
 
-    def enter(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> None:
+    def enter(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> None:
         """Enter what is new of rows and blocks, and make the copies that a step begins with."""
         self.tables.update(header, on_device)
-        self.sampler.admit(header, on_host, on_device)
-        self.pooler.admit(header, on_host)
+        if header.counts["row_records"]:
+            self.sampler.admit(on_device)
+            admit_rows((*self.sampler.states, self.pooler), on_host)
         if header.counts["block_copies"]:
             self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:

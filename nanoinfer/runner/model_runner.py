@@ -15,16 +15,15 @@ from torch import Tensor
 
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.hidden_states_request import PoolerOutput
-from nanoinfer.engine.packet import Header, Packet, PacketSections, column, read_header, split_packet
+from nanoinfer.engine.found import Found
+from nanoinfer.engine.packet import DeviceSections, Header, HostSections, Packet, column, read_header
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import SharedPrefixes
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.interface import Model
 from nanoinfer.runner.device_state import DeviceState
-from nanoinfer.sampling.sample_logprobs import SampleLogprobs
-from nanoinfer.sampling.sampler import Sampled, SpanLogprobs
+from nanoinfer.sampling.sampler import Sampled
 
 
 class LaunchedStep(NamedTuple):
@@ -32,17 +31,14 @@ class LaunchedStep(NamedTuple):
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
-    prompt_logprobs: list[SpanLogprobs]
-    hidden_states: list[PoolerOutput]
+    found: list[Found]  # in prompts
 
 
 class StepHandle(NamedTuple):
     """A sampled step: its results on their way to host memory, and the event that says they have come."""
 
     token_ids: Tensor  # (num_sampled,) int32
-    logprobs: list[SampleLogprobs]
-    prompt_logprobs: list[SpanLogprobs]
-    hidden_states: list[PoolerOutput]
+    found: list[Found]  # what requests want beside tokens
     errors: dict[int, str]  # by batch_idx: why a logits processor failed; that sample gets no token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
@@ -73,34 +69,35 @@ class ModelRunner:
         """Start the forward pass of a step, up to its logits."""
         with computing(self.device, self._num_threads):
             header = read_header(packet)
-            on_host = split_packet(packet, header)
-            on_device = split_packet(to_device(torch.from_numpy(packet), self.device), header)
+            on_host = header.on_host(packet)
+            on_device = header.on_device(to_device(torch.from_numpy(header.uploaded(packet)), self.device))
             self.state.enter(header, on_host, on_device)
             if header.counts["chunks"]:
                 return self._launch_prefill(header, on_host, on_device)
             return self._launch_decode(on_host, on_device)
 
-    def _launch_prefill(self, header: Header, on_host: PacketSections, on_device: PacketSections) -> LaunchedStep:
+    def _launch_prefill(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
         assert not header.counts["decode_rows"], "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
         forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
-        hidden, hidden_states = self.state.pooler.run(forward, step, chunks)
+        hidden, found = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
+        if self.state.sampler.prompt_logprobs.by_row:
+            found = found + self.state.sampler.prompt_logprobs.read(self.model, hidden, chunks)
         return LaunchedStep(
             rows=column(on_device, "chunks", "row")[:num_samples].long(),
             host_rows=[row for row, _, _ in chunks[:num_samples]],
-            prompt_logprobs=self.state.sampler.prompt_logprobs(self.model, hidden, chunks),
-            hidden_states=hidden_states,
+            found=found,
         )
 
-    def _launch_decode(self, on_host: PacketSections, on_device: PacketSections) -> LaunchedStep:
+    def _launch_decode(self, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
         rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
         forward(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)
         host_rows = column(on_host, "decode_rows", "row").tolist()
-        return LaunchedStep(rows.long(), host_rows, prompt_logprobs=[], hidden_states=[])
+        return LaunchedStep(rows.long(), host_rows, found=[])
 
     def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
@@ -116,9 +113,7 @@ class ModelRunner:
                 sampled = Sampled(torch.empty(0, dtype=torch.int32), [], {})
             return StepHandle(
                 token_ids=sampled.token_ids.to("cpu", non_blocking=True),  # into pinned memory
-                logprobs=sampled.logprobs,
-                prompt_logprobs=launched.prompt_logprobs,
-                hidden_states=launched.hidden_states,
+                found=[*launched.found, *sampled.logprobs],
                 errors=sampled.errors,
                 event=record_event(self.device),
             )

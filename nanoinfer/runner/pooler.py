@@ -3,8 +3,9 @@
 Only rank 0 keeps the results. The other ranks take part in the forward pass and in exchanges.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.pooling_config import DenseConfig, PoolingConfig
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.hidden_states_request import ChunkStates, HiddenStatesRecord, PooledVectors, PoolerOutput
-from nanoinfer.engine.packet import Header, PacketSections, column
+from nanoinfer.engine.found import Found
+from nanoinfer.engine.hidden_states_request import ChunkStates, FoundStates, PooledVectors, WantedStates
+from nanoinfer.engine.row_options import AskingRow
 from nanoinfer.errors import ModelError
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.interface import Model
+from nanoinfer.sampling.row_state import RowState
 
 Chunks = list[list[int]]  # (row, start, length) of each chunk of a step
 # (index, offset, start, length, ends) of each chunk that is pooled: its place in the list, that of its first token in
@@ -62,55 +65,46 @@ def _load_dense_layer(config: DenseConfig, is_random: bool, device: torch.device
     return DenseLayer(weights["linear.weight"].to(device), None if bias is None else bias.to(device), config.activation)
 
 
-class Pooler:
+class Pooler(RowState):
     """Knows what the rows of the step tables want of hidden states.
 
     config: how they are pooled. dense: the layers after pooling. Sums of prompts in several chunks are kept in float32.
     """
 
+    reads: ClassVar = ("hidden_states_request",)
+
     def __init__(self, model: Model, config: PoolingConfig, dense: list[DenseLayer]) -> None:
+        super().__init__()
         self._model, self._config, self._dense = model, config, dense
-        self._records: dict[int, HiddenStatesRecord] = {}  # by row
-        self._layers: dict[int, list[int]] = {}  # by row: whose hidden states are wanted
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
 
-    def admit(self, header: Header, on_host: PacketSections) -> None:
-        """Enter what the newly admitted rows of a packet want, in place of what was known of these rows."""
-        if self._records and header.counts["row_records"]:
-            for row in column(on_host, "row_records", "row").tolist():
-                self._records.pop(row, None)
-                self._sums.pop(row, None)
-        if header.counts["hidden_states_records"]:
-            layers = on_host.wanted_layers[:, 0].tolist()
-            for numbers in on_host.hidden_states_records.tolist():
-                record = HiddenStatesRecord._make(numbers)
-                self._records[record.row] = record
-                self._layers[record.row], layers = layers[: record.num_layers], layers[record.num_layers :]
+    def remember(self, row: AskingRow) -> None:
+        pools, layers_from, keeps, second_text, *layers = row.asked["hidden_states_request"]
+        wanted = WantedStates(row.num_prompt_tokens, pools, layers_from, keeps, second_text, layers)
+        self.by_row[row.row] = wanted
 
     def run(
         self, forward: Callable[[ForwardStep], Tensor], step: ForwardStep, chunks: Chunks
-    ) -> tuple[Tensor, list[PoolerOutput]]:
+    ) -> tuple[Tensor, list[Found]]:
         """Run a prefill step; return its hidden states (num_tokens, hidden_size), and what its chunks want of them.
 
         forward: the fastest way to run the model; it is not used where hidden states of single layers are wanted.
         """
-        if not self._records:
+        if not self.by_row:
             return forward(step), []
         step = self._with_token_types(step, chunks)
-        found: list[PoolerOutput] = []
-        layers = {layer for row, _, _ in chunks if row in self._records for layer in self._layers[row]}
-        if layers:
-            hidden, states = self._model.forward_with_hidden_states(step, layers)
-            found += self._states(states, chunks)
-        else:
+        layers = {layer for row, _, _ in chunks if row in self.by_row for layer in self.by_row[row].layers}
+        if not layers:
             hidden = forward(step)
-        return hidden, [*found, *self._pool(hidden, chunks)]
+            return hidden, self._pool(hidden, chunks)
+        hidden, states = self._model.forward_with_hidden_states(step, layers)
+        return hidden, [FoundStates(self._states(states, chunks)), *self._pool(hidden, chunks)]
 
     def _with_token_types(self, step: ForwardStep, chunks: Chunks) -> ForwardStep:
         """Return the step with the kinds of its segments, where an encoder has any and a prompt is a pair."""
         if not self._model.has_token_types:
             return step
-        places = [self._records[row].second_text if row in self._records else 0 for row, _, _ in chunks]
+        places = [self.by_row[row].second_text if row in self.by_row else 0 for row, _, _ in chunks]
         if all(place >= start + length for place, (_, start, length) in zip(places, chunks, strict=True)):
             return step
         numbers = numbers_to_device([places, [length for _, _, length in chunks]], step.positions.device)
@@ -122,12 +116,12 @@ class Pooler:
         """Return the hidden states that are wanted as they are, most on their way to the host. states: by layer."""
         found, offset = [], 0
         for index, (row, start, length) in enumerate(chunks):
-            record = self._records.get(row)
-            if record is not None:
-                first, end = max(start, record.layers_from), min(start + length, record.num_prompt_tokens)
-                for layer in self._layers[row] if first < end else []:
+            wanted = self.by_row.get(row)
+            if wanted is not None:
+                first, end = max(start, wanted.layers_from), min(start + length, wanted.num_prompt_tokens)
+                for layer in wanted.layers if first < end else []:
                     part = states[layer][offset + first - start : offset + end - start]
-                    if not record.keeps_on_device:
+                    if not wanted.keeps_on_device:
                         part = part.to("cpu", non_blocking=True)
                     found.append(ChunkStates(index, layer, first, part))
             offset += length
@@ -135,19 +129,19 @@ class Pooler:
 
     # -------- Pooling: a method for each value of PoolingConfig.method ------------------------------------------------
 
-    def _pool(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
+    def _pool(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
         by_method = {"last": self._last_tokens, "cls": self._first_tokens, "mean": self._means, "all": self._each_token}
         return by_method[self._config.method](hidden, chunks)
 
-    def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
+    def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
         tokens = [(index, offset + length - 1) for index, offset, _, length, ends in self._pooled(chunks) if ends]
         return self._vectors_at(tokens, hidden)
 
-    def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
+    def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
         tokens = [(index, offset) for index, offset, start, _, _ in self._pooled(chunks) if start == 0]
         return self._vectors_at(tokens, hidden)
 
-    def _means(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
+    def _means(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
         pooled = self._pooled(chunks)
         if not pooled:
             return []
@@ -166,29 +160,30 @@ class Pooler:
                 self._sums[row] = total
         return self._vectors(torch.stack(means), ended) if ended else []
 
-    def _each_token(self, hidden: Tensor, chunks: Chunks) -> Sequence[PoolerOutput]:
-        return [
+    def _each_token(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
+        parts = [
             ChunkStates(index, None, start, self._to_host(hidden[offset : offset + length]))
             for index, offset, start, length, _ in self._pooled(chunks)
         ]
+        return [FoundStates(parts)] if parts else []
 
     def _pooled(self, chunks: Chunks) -> PooledChunks:
         pooled, offset = [], 0
         for index, (row, start, length) in enumerate(chunks):
-            record = self._records.get(row)
-            if record is not None and record.pools:
-                pooled.append((index, offset, start, length, start + length == record.num_prompt_tokens))
+            wanted = self.by_row.get(row)
+            if wanted is not None and wanted.pools:
+                pooled.append((index, offset, start, length, start + length == wanted.num_prompt_tokens))
             offset += length
         return pooled
 
-    def _vectors_at(self, tokens: list[tuple[int, int]], hidden: Tensor) -> Sequence[PoolerOutput]:
+    def _vectors_at(self, tokens: list[tuple[int, int]], hidden: Tensor) -> list[Found]:
         """Return what is made of the hidden states of some tokens. tokens: (index of a chunk, place in the step)."""
         if not tokens:
             return []
         indices, places = map(list, zip(*tokens, strict=True))
         return self._vectors(hidden[numbers_to_device(places, hidden.device)], indices)
 
-    def _vectors(self, vectors: Tensor, indices: list[int]) -> Sequence[PoolerOutput]:
+    def _vectors(self, vectors: Tensor, indices: list[int]) -> list[Found]:
         return [PooledVectors(indices, self._to_host(vectors))]
 
     def _to_host(self, vectors: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class Setup:
             step = runner.planned(largest_prefill(runner.state.tables, rows, num_tokens))
             hidden = runner.forward(step)
             if runner.model.generates:
-                runner.sample(LaunchedStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), [], []))
+                runner.sample(LaunchedStep(torch.full_like(rows, PADDING_ROW), [PADDING_ROW] * len(rows), []))
             # Allocate the sampler's scratch memory without running what needs it: its kernels would have to be compiled
             # for users who never ask for it.
             torch.empty(runner.state.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)

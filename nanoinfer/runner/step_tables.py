@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.recurrent_states import RecurrentStates
-from nanoinfer.engine.packet import Header, PacketSections, column
+from nanoinfer.engine.packet import DeviceSections, Header, column
 from nanoinfer.layers.attention.metadata import (
     DecodeMetadata,
     PrefillMetadata,
@@ -52,7 +52,7 @@ class StepTables:
         # What the ids in a line of block_tables are multiplied by; None if it is 1 in all.
         self._id_strides = torch.tensor(strides, device=device).repeat_interleave(rows) if max(strides) > 1 else None
 
-    def update(self, header: Header, sections: PacketSections) -> None:
+    def update(self, header: Header, sections: DeviceSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
         if header.counts["row_records"]:
             rows, lens = column(sections, "row_records", "row").long(), column(sections, "row_records", "num_tokens")

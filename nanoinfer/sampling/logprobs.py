@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -76,3 +77,12 @@ def compute_logprobs(
     if normalises:
         logprobs = found_logits - total_largest.unsqueeze(1) - total.log().unsqueeze(1)
     return LogprobsTensors(1 + num_better.sum(dim=0), found_ids, logprobs)
+
+
+def gather_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """Return all ranks' logits (num_rows, vocab_size), given those of this rank's shard."""
+    if tp.size == 1:
+        return logits
+    padding = tp.vocab_shard_size(vocab_size) - logits.shape[1]
+    shards = tp.all_gather(F.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
+    return shards.transpose(0, 1).flatten(1)[:, :vocab_size]

@@ -1,14 +1,14 @@
 """Brings what the host decided about one step to where its logits are.
 
-A grammar forbids tokens in the model's own 16-bit logits, so its rows are drawn as fast as any others. Token sets,
-users' functions, and grammars of rows whose raw log-probabilities are wanted, are for rows that are copied: they are
-processors of one step.
+A grammar forbids tokens in the model's own 16-bit logits, so its lines are drawn as fast as any others. Token sets,
+users' functions, and grammars of lines whose raw log-probabilities are wanted, are for lines that are copied: they are
+logits processors of one step.
 
 Under tensor parallelism rank 0 has the masks and the functions. The other ranks know which of the step's tokens have
 any. They get the masks, and the logits that functions have changed, from rank 0's device.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from nanoinfer.device import numbers_to_device, to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.ops.logits.spec import forbid_tokens
-from nanoinfer.sampling.logits_processors import LogitsProcessor, Stage
+from nanoinfer.sampling.logits_processors import Lines, LogitsProcessor
 
 
 class MaskSender:
@@ -50,36 +50,42 @@ class MaskSender:
         return self._tp.broadcast(on_device)
 
 
-class UserFunctionProcessor(LogitsProcessor):
-    """Runs users' functions on rank 0, each on a copy of its row's logits.
+class LineProcessor(LogitsProcessor):
+    """Changes the logits of some lines of one step. by_line: what is known of each (by its batch_idx)."""
 
-    by_row: the batch_idx. errors: by batch_idx, why a function failed. Its row becomes NaN, so that no token is drawn;
-    the other rows are drawn as ever.
+    def __init__(self) -> None:
+        self.by_line: dict[int, Any] = {}
+
+    def places(self, lines: Lines) -> list[int]:
+        return [place for place, index in enumerate(lines.indices) if index in self.by_line]
+
+
+class UserFunctions(LineProcessor):
+    """Runs users' functions on rank 0, each on a copy of its line's logits.
+
+    errors: by batch_idx, why a function failed. Its line becomes NaN, so that no token is drawn; the other lines are
+    drawn as ever.
     """
 
-    stage: ClassVar = Stage.USER_FUNCTIONS
-
-    def __init__(self, masks: TokenMasks, host_rows: list[int], tp: TensorParallel) -> None:
+    def __init__(self, masks: TokenMasks, tp: TensorParallel) -> None:
         self.errors: dict[int, str] = {}
-        self.by_row = {host_rows[batch_idx]: batch_idx for batch_idx in masks.functions}
-        self._functions = masks.functions
+        self.by_line = masks.functions
         self._tp = tp
 
-    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        places = self.places(host_rows)
+    def apply(self, logits: Tensor, lines: Lines, places: list[int]) -> Tensor:
         on_device = numbers_to_device(places, logits.device)
         changed = logits[on_device].float()
         if self._tp.rank == 0:
             for place, its_logits in zip(places, changed, strict=True):
-                self._change(self.by_row[host_rows[place]], its_logits)
+                self._change(lines.indices[place], its_logits)
         return logits.float().index_copy(0, on_device, self._tp.broadcast(changed))
 
     def _change(self, batch_idx: int, logits: Tensor) -> None:
-        """Run a token's functions on its logits, (vocab_size,), and write the result in place; NaN if one fails.
+        """Run a line's functions on its logits, (vocab_size,), and write the result in place; NaN if one fails.
 
         Errors in a function, or in what it returns, are caught here: later they would end the step of all rows.
         """
-        functions, output_ids = self._functions[batch_idx]
+        functions, output_ids = self.by_line[batch_idx]
         forbidden, name = logits == -torch.inf, ""
         try:
             for function in functions:
@@ -91,45 +97,39 @@ class UserFunctionProcessor(LogitsProcessor):
             logits.fill_(torch.nan)
 
 
-class TokenSetProcessor(LogitsProcessor):
-    """Forbids what allowed_token_ids and bad_words leave out. by_row: which of the masks."""
+class TokenSets(LineProcessor):
+    """Forbids what allowed_token_ids and bad_words leave out. by_line: which of the masks."""
 
-    stage: ClassVar = Stage.TOKEN_SETS
-
-    def __init__(self, masks: RowMasks | None, host_rows: list[int], sender: MaskSender) -> None:
+    def __init__(self, masks: RowMasks | None, sender: MaskSender) -> None:
         super().__init__()
         if masks is not None and masks.batch_indices:
-            self.by_row = {host_rows[batch_idx]: mask for mask, batch_idx in enumerate(masks.batch_indices)}
-            self._batch_indices, self._bits = masks.batch_indices, sender.send(masks)
+            self.by_line = {batch_idx: mask for mask, batch_idx in enumerate(masks.batch_indices)}
+            self._bits = sender.send(masks)
 
-    def apply(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Tensor:
-        places = self.places(host_rows)
-        masks = [self.by_row[host_rows[place]] for place in places]
-        on_device, masks_on_device = numbers_to_device([places, masks], logits.device)
+    def apply(self, logits: Tensor, lines: Lines, places: list[int]) -> Tensor:
         logits = logits.to(torch.float32, copy=True)  # raw log-probabilities are read off what was given
-        forbid_tokens(logits, on_device, self._bits[masks_on_device])
+        self._forbid(logits, places, [lines.indices[place] for place in places])
         return logits
 
+    def _forbid(self, logits: Tensor, places: list[int], indices: list[int], first_id: int = 0) -> None:
+        """Forbid it in place, at some places of logits (num_lines, vocab shard) from id `first_id` on."""
+        masks, bits = [self.by_line[index] for index in indices], self._bits
+        if masks != [*range(len(bits))]:
+            bits = bits[numbers_to_device(masks, logits.device)]
+        forbid_tokens(logits, numbers_to_device(places, logits.device), bits, first_id)
 
-class GrammarProcessor(TokenSetProcessor):
-    """Forbids what grammars forbid, of most rows in place."""
 
-    stage: ClassVar = Stage.GRAMMARS
+class Grammars(TokenSets):
+    """Forbids what grammars forbid, of most lines in place."""
 
     def forbid_in_place(self, logits: Tensor, first_id: int, spared: set[int]) -> None:
-        """Forbid it in logits (num_rows, vocab shard), from id `first_id` on; `apply` does it for spared rows."""
-        if not self.by_row:
-            return
-        if not spared:
-            forbid_tokens(logits, numbers_to_device(self._batch_indices, logits.device), self._bits, first_id)
-            self.by_row = {}
-            return
-        others = [mask for row, mask in self.by_row.items() if row not in spared]
-        if others:
-            places = [others, [self._batch_indices[mask] for mask in others]]
-            masks, batch_indices = numbers_to_device(places, logits.device)
-            forbid_tokens(logits, batch_indices, self._bits[masks], first_id)
-        self.by_row = {row: mask for row, mask in self.by_row.items() if row in spared}
+        """Forbid it in the logits of all lines, (num_lines, vocab shard), from id `first_id` on.
+
+        spared: lines that `apply` is to serve.
+        """
+        if indices := [index for index in self.by_line if index not in spared]:
+            self._forbid(logits, indices, indices, first_id)
+            self.by_line = {index: mask for index, mask in self.by_line.items() if index in spared}
 
 
 def _checked(result: Any, logits: Tensor) -> Tensor:

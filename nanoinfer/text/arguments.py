@@ -9,8 +9,9 @@ from numbers import Integral
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from nanoinfer.errors import RequestError
+from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import RequestOutput, shown
-from nanoinfer.sampling_params import SamplingParams, is_whole_number
+from nanoinfer.sampling_params import SamplingParams
 
 logger = logging.getLogger("nanoinfer")
 

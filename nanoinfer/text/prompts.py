@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from nanoinfer.errors import RequestError, check_names
+from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import CompletionOutput, RequestOutput, shown
-from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model, is_whole_number
+from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model
 from nanoinfer.text.arguments import Errors, Prompt, report, results_by_prompt
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
@@ -48,7 +49,7 @@ class PreparedRequest:
         ]
         output = RequestOutput(request_id, self.prompt, prompt_token_ids=[], num_cached_tokens=0, outputs=samples)
         states = self.hidden_states_request
-        return output if states is None else states.to_output(output, states)
+        return output if states is None else states.to_output(output)
 
 
 class EncodedPair(NamedTuple):

@@ -39,6 +39,7 @@ from nanoinfer.batch.job_files import BatchOutput
 from nanoinfer.batch.openai_format import (
     CHAT_OPTIONS,
     EMBEDDING_FIELDS,
+    FOREIGN_FIELDS,
     IGNORED,
     SAMPLING_FIELDS,
     parse_body,
@@ -49,7 +50,6 @@ from nanoinfer.constraints.grammars import GrammarLibrary
 from nanoinfer.engine.interrupts import Terminated, postponed_interrupt, terminable
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, RequestError
-from nanoinfer.vllm_names import LINE_NAMES
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -431,7 +431,7 @@ def test_every_field_of_openais_requests_is_served_passed_over_or_explained() ->
         ]
         names = {name for kind in kinds for name in kind.__annotations__}
         assert {"model", "user"} <= names
-        assert names - served - read - IGNORED - {*LINE_NAMES} == set()
+        assert names - served - read - IGNORED - {*FOREIGN_FIELDS} == set()
 
 
 def test_a_bias_is_read_as_openai_writes_it() -> None:

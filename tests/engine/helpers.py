@@ -9,7 +9,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
-from nanoinfer.engine.packet import pack, read_header, split_packet
+from nanoinfer.engine.packet import pack, read_header
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -127,7 +127,7 @@ class FakeDevice:
         """Return the token ids of `batch.sampled`. A step that fails leaves garbage where it was to write."""
         packet = pack(batch)
         header = read_header(packet)
-        sections = split_packet(packet, header)
+        sections = header.on_host(packet)
         known_tokens = iter(sections.known_tokens[:, 0].tolist())
         for row, num_tokens, *_ in sections.row_records.tolist():
             self.token_ids[row] = [next(known_tokens) for _ in range(num_tokens)]

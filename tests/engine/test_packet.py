@@ -1,18 +1,27 @@
 """A step written as a packet and read again."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from nanoinfer.engine.blocks.partial_hits import BlockCopy
 from nanoinfer.engine.blocks.state_snapshots import StateCopy
-from nanoinfer.engine.packet import PacketSections, pack, read_header, split_packet
-from nanoinfer.engine.row_options import SamplingRecord
+from nanoinfer.engine.packet import DeviceSections, HostSections, Packet, pack, read_header
+from nanoinfer.engine.row_options import AskingRow, read_asking_rows
 from nanoinfer.engine.scheduled_batch import NewBlock, PrefillChunk, PrefixGroup, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import Stopping
-from nanoinfer.sampling.sampler import read_sampling_records
 from nanoinfer.sampling_params import SamplingParams
 from tests.engine.helpers import make_sequence
+
+
+def sections_of(packet: Packet) -> HostSections:
+    return read_header(packet).on_host(packet)
+
+
+def views(sections: DeviceSections) -> list[np.ndarray]:
+    return [getattr(sections, item.name) for item in dataclasses.fields(sections)]
 
 
 def sequence_in_row(row: int, token_ids: list[int], temperature: float = 1.0, seed: int = 0) -> Sequence:
@@ -40,30 +49,31 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     batch = prefill_and_decode()
     packet = pack(batch)
     assert packet.dtype == np.int32
-    # header + 2 row records of 5 + 9 known tokens + 3 copies of states of 2
+    # header + 2 row records of 6 + 9 known tokens + 3 copies of states of 2
     # + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
-    assert packet.shape == (18 + 2 * 5 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
+    assert packet.shape == (15 + 2 * 6 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
-    assert header[:-1] == (6, 1, 3, 0), "tokens and samples of prefill, blocks (40 is both's), no masks"
+    assert header[:-1] == (6, 1, 3, 0, 12 + 9 + 27), (
+        "tokens and samples of prefill, blocks (40 is both's), no masks; uploaded"
+    )
     assert {name: count for name, count in header.counts.items() if count} == {
         "row_records": 2,
         "known_tokens": 9,
         "new_blocks": 4,
         "block_copies": 1,
-        "kept_states": 1,
-        "restored_states": 2,
         "chunks": 2,
         "decode_rows": 2,
+        "kept_states": 1,
+        "restored_states": 2,
     }
     assert all(type(number) is int for number in (*header[:-1], *header.counts.values()))
-    assert pack(ScheduledBatch()).tolist() == [0] * 18
+    assert pack(ScheduledBatch()).tolist() == [0] * 15
     assert not ScheduledBatch()
 
 
 def test_a_packet_is_read_back_as_it_was_written() -> None:
-    packet = pack(prefill_and_decode())
-    sections = split_packet(packet, read_header(packet))
-    assert sections.row_records[:, :2].tolist() == [[2, 3], [5, 6]]
+    sections = sections_of(pack(prefill_and_decode()))
+    assert sections.row_records[:, :3].tolist() == [[2, 3, 3], [5, 6, 6]]
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25]
     assert sections.new_blocks.tolist() == [[2, 0, 40], [2, 1, 41], [5, 0, 42], [7, 3, 43]]
     assert sections.block_copies.tolist() == [[30, 42, 2]]
@@ -75,9 +85,26 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
 
 def test_sections_are_views_of_the_packet() -> None:
     packet = pack(prefill_and_decode())
-    sections = [section for section in split_packet(packet, read_header(packet)) if section.size]
+    sections = [view for view in views(sections_of(packet)) if view.size]
     assert len(sections) == 8
     assert all(np.shares_memory(section, packet) for section in sections)
+
+
+def test_only_what_the_device_needs_is_uploaded() -> None:
+    packet = pack(prefill_and_decode())
+    header = read_header(packet)
+    uploaded = header.uploaded(packet)
+    assert len(uploaded) == len(packet) - 15 - 3 * 2, "neither the header nor the copies of states"
+    on_device, on_host = header.on_device(uploaded), header.on_host(packet)
+    for item in dataclasses.fields(on_device):
+        assert np.array_equal(getattr(on_device, item.name), getattr(on_host, item.name)), item.name
+    asking = Sequence(1, [10, 11], SamplingParams(logit_bias={3: 1.0}))
+    asking.row = 0
+    plain, with_bias = (
+        pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 2, samples=True)]))
+        for seq in (sequence_in_row(0, [10, 11]), asking)
+    )
+    assert np.array_equal(read_header(with_bias).uploaded(with_bias), read_header(plain).uploaded(plain))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.7, 100.0])
@@ -85,21 +112,21 @@ def test_sections_are_views_of_the_packet() -> None:
 def test_the_bits_of_temperature_and_seed_and_generated_tokens_travel(temperature: float, seed: int) -> None:
     seq = sequence_in_row(3, [10, 11], temperature, seed)
     seq.token_ids.extend((12, 13))  # as after a preemption
-    packet = pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 4, samples=True)]))
-    sections = split_packet(packet, read_header(packet))
-    row, num_tokens, bits, seed_low, seed_high = sections.row_records[0]
-    assert (row, num_tokens) == (3, 4)
+    sections = sections_of(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 4, samples=True)])))
+    row, num_tokens, num_prompt_tokens, bits, seed_low, seed_high = sections.row_records[0]
+    assert (row, num_tokens, num_prompt_tokens) == (3, 4, 2)
     assert sections.known_tokens[:, 0].tolist() == [10, 11, 12, 13]
     assert bits.view(np.float32) == np.float32(temperature)
     assert (int(seed_high) << 32) | (int(seed_low) & 0xFFFF_FFFF) == seed
 
 
-def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
+def test_only_a_row_that_asks_for_something_is_told_of_by_each_option_that_asks() -> None:
     params = SamplingParams(
         temperature=0.5,
         top_p=0.75,
         min_tokens=3,
         logprob_token_ids=[8, 6],
+        prompt_logprobs=4,
         frequency_penalty=-0.5,
         logit_bias={9: 0.5, 4: -100.0},
     )
@@ -108,59 +135,48 @@ def test_only_a_row_that_asks_for_more_has_a_sampling_record() -> None:
     asking.stopping = Stopping.of(params, 2, frozenset({7, 5}), max_model_len=100)
     asking.token_ids.append(12)
     chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, asking)]
-    packet = pack(ScheduledBatch(admitted=[plain, asking], prefill=chunks))
-    sections = split_packet(packet, read_header(packet))
-    assert read_sampling_records(sections.sampling_records) == [
-        SamplingRecord(
-            row=3,
-            num_prompt_tokens=2,
-            num_generated=1,
-            num_stop_ids=2,
-            num_biases=2,
-            num_logprob_ids=2,
-            prompt_logprobs_start=1,
-            logprobs=0,
-            min_tokens=3,
-            top_p=0.75,
-            frequency_penalty=-0.5,
-        )
-    ]
-    assert sections.stop_ids[:, 0].tolist() == [5, 7]
-    assert sections.biases[:, 0].tolist() == [9, 4]
-    assert sections.biases[:, 1].view(np.float32).tolist() == [0.5, -100.0]
-    assert sections.logprob_ids[:, 0].tolist() == [8, 6]
+    sections = sections_of(pack(ScheduledBatch(admitted=[plain, asking], prefill=chunks)))
+    asked = {
+        "top_p": 0.75,
+        "min_tokens": [3, 5, 7],
+        "frequency_penalty": -0.5,
+        "logprobs": 0,
+        "prompt_logprobs": [4, 1],
+        "logit_bias": [(9, 0.5), (4, -100.0)],
+        "logprob_token_ids": [8, 6],
+    }
+    [row] = read_asking_rows(sections)
+    row.asked["logit_bias"] = row.asked["logit_bias"].tolist()
+    assert row == AskingRow(row=3, num_tokens=3, num_prompt_tokens=2, asked=asked)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
-def test_a_row_that_asks_for_nothing_more_has_no_sampling_record(options: dict) -> None:
+def test_a_row_that_asks_for_nothing_more_is_told_of_no_option(options: dict) -> None:
     seq = Sequence(0, [1], SamplingParams(**options))
     seq.row = 0
-    header = read_header(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
-    assert (header.counts["sampling_records"], header.counts["stop_ids"]) == (0, 0)
+    sections = sections_of(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
+    assert (len(sections.asked), len(sections.asked_values), read_asking_rows(sections)) == (0, 0, [])
 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
-    sections = split_packet(packet, read_header(packet))
-    rows = PacketSections._fields.index("decode_rows")
-    assert [section.shape for section in sections] == [(2, 3) if i == rows else (0, 1) for i in range(len(sections))]
+    assert packet.tolist() == [0, 0, 0, 0, 6, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
+    sections = sections_of(packet)
+    assert sections.decode_rows.shape == (2, 3)
+    assert [view.shape for view in views(sections) if view is not sections.decode_rows] == [(0, 1)] * 9
 
 
 def test_a_step_that_awaits_masks_says_so_and_is_otherwise_the_same() -> None:
     plain, awaiting = (pack(prefill_and_decode(), awaits) for awaits in (False, True))
     assert [read_header(packet).awaits_masks for packet in (plain, awaiting)] == [0, 1]
-    for one, two in zip(
-        split_packet(plain, read_header(plain)), split_packet(awaiting, read_header(awaiting)), strict=True
-    ):
+    for one, two in zip(views(sections_of(plain)), views(sections_of(awaiting)), strict=True):
         assert np.array_equal(one, two)
 
 
 def test_a_prefix_group_tells_its_rows_how_many_blocks_they_share_and_the_first_how_many_rows_follow() -> None:
     decode = [sequence_in_row(row, [1]) for row in (4, 1, 6, 0, 3, 2)]
     groups = [PrefixGroup(first_row=0, num_rows=3, num_blocks=5), PrefixGroup(first_row=3, num_rows=2, num_blocks=1)]
-    packet = pack(ScheduledBatch(decode=decode, prefix_groups=groups))
-    sections = split_packet(packet, read_header(packet))
+    sections = sections_of(pack(ScheduledBatch(decode=decode, prefix_groups=groups)))
     assert sections.decode_rows.tolist() == [[4, 5, 3], [1, 5, 0], [6, 5, 0], [0, 1, 2], [3, 1, 0], [2, 0, 0]]
 
 
@@ -176,6 +192,6 @@ def test_a_batch_that_cannot_be_is_noticed() -> None:
 def test_a_packet_cut_short_is_noticed() -> None:
     packet = pack(prefill_and_decode())
     with pytest.raises((AssertionError, ValueError)):
-        split_packet(packet[:-1], read_header(packet))
-    with pytest.raises(AssertionError, match="a packet of 71 numbers has sections of 70"):
-        split_packet(np.append(packet, np.int32(0)), read_header(packet))
+        read_header(packet).on_host(packet[:-1])
+    with pytest.raises(AssertionError, match="a packet of 55 numbers after its header has sections of 54"):
+        read_header(packet).on_host(np.append(packet, np.int32(0)))

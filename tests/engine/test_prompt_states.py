@@ -8,9 +8,7 @@ from tests.engine.helpers import FakeDevice, make_scheduler, make_sequence
 
 def pooled(seq_id: int, prompt: list[int]) -> Sequence:
     seq = make_sequence(seq_id, prompt)
-    seq.hidden_states_request = HiddenStatesRequest(
-        pools=True, first=len(prompt) - 1, to_output=lambda output, _: output
-    )
+    seq.hidden_states_request = HiddenStatesRequest(pools=True, first=len(prompt) - 1)
     return seq
 
 
@@ -75,7 +73,7 @@ def test_whole_prompts_are_never_cut() -> None:
 
 
 def test_parts_that_are_computed_again_in_other_chunks_take_the_place_of_the_first_ones() -> None:
-    states = HiddenStatesRequest(pools=False, first=0, to_output=lambda output, _: output, layers=(1,))
+    states = HiddenStatesRequest(pools=False, first=0, layers=(1,))
     for start, values in ((0, "abc"), (3, "de"), (0, "ab"), (2, "cde")):
         states.add(ChunkStates(0, 1, start, values))
     assert "".join(states.parts(1)) == "abcde"

@@ -60,7 +60,7 @@ def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_aga
     scheduler, manager = windowed_scheduler(max_num_batched_tokens=4)
     seqs = [make_sequence(index, [1, 2, 3, 4]) for index in range(2)]
     for seq in seqs:
-        seq.hidden_states_request = HiddenStatesRequest(pools=True, first=0, to_output=lambda output, _: output)
+        seq.hidden_states_request = HiddenStatesRequest(pools=True, first=0)
         scheduler.add(seq)
     scheduler.max_num_seqs = 1
     batches = [scheduler.schedule(), scheduler.schedule(in_flight=True)]

@@ -161,10 +161,34 @@ def run_engine(config: dict[str, Any], options: dict[str, Any]) -> None:
             run_steps(llm.engine.runner, options["max_num_seqs"])
 
 
-def main(capability: int, config: dict[str, Any], options: dict[str, Any]) -> None:
+def attend_from_several_tokens(head_dim: int, num_tokens: int) -> None:
+    """Attend from rows of so many tokens, with four heads a KV head: in 16 and 8 bits, with windows and prefixes."""
+    from nanoinfer.layers.attention.backend import AttentionSpec
+    from nanoinfer.layers.attention.metadata import DecodeMetadata, SharedPrefixes
+    from nanoinfer.layers.attention.triton import TritonBackend
+    from nanoinfer.ops.kv_cache.spec import LayerCache
+
+    torch.Tensor.is_cuda = True  # type: ignore[assignment, misc]  # for what asks a tensor
+    numbers, tables = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 16, dtype=torch.int32)
+    q = torch.zeros(4 * num_tokens, 32, head_dim, dtype=torch.bfloat16)
+    for dtype, scales in ((torch.bfloat16, ()), (torch.int8, torch.zeros(2, 8, 8, 256))):
+        cache = LayerCache(*torch.zeros(2, 8, 8, 256, head_dim, dtype=dtype), *scales)
+        for window, prefixes in ((None, None), (100, None), (None, SharedPrefixes(numbers, numbers))):
+            backend = TritonBackend(AttentionSpec(32, 8, head_dim, 0.1, window))
+            step = DecodeMetadata(numbers.long(), numbers, tables, prefixes, num_tokens, numbers + 1)
+            backend.decode(q, cache, backend.plan(step, cache))
+
+
+def main(capability: int, config: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> None:
+    """Run an engine of a config, or attention from several tokens a row with `options`, on a GPU that is absent."""
     pretend(AbsentGpu(capability))
     compile_instead_of_launching()
-    run_engine(config, options)
+    if config is None:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TRITON_CACHE_DIR"] = folder
+            attend_from_several_tokens(**(options or {}))
+    else:
+        run_engine(config, options or {})
 
 
 if __name__ == "__main__":

@@ -23,16 +23,40 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("capability", "model", "options"), PARAMS)
-def test_every_kernel_of_an_engine_compiles_within_shared_memory(
-    capability: int, model: str, options: dict[str, Any]
-) -> None:
-    task = json.dumps({"capability": capability, "config": MODELS[model], "options": options})
-    command = [sys.executable, "-m", "tests.kernels.compile_engine", task]
+def compiled(capability: int, **task: Any) -> list[dict[str, Any]]:
+    """Return what `compile_engine` prints of each kernel. None takes more shared memory than there is."""
+    command = [sys.executable, "-m", "tests.kernels.compile_engine", json.dumps({"capability": capability, **task})]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability]]
+    return kernels
+
+
+@pytest.mark.parametrize(
+    "capability", [pytest.param(gpu, marks=() if gpu == 90 else pytest.mark.slow) for gpu in SHARED_MEMORY]
+)
+@pytest.mark.parametrize(
+    ("head_dim", "num_tokens"),
+    [
+        (128, 8),
+        *(pytest.param(dim, most, marks=pytest.mark.slow) for dim, most in [(64, 16), (128, 16), (256, 4), (256, 16)]),
+    ],
+)
+def test_attention_from_several_tokens_a_row_compiles_within_shared_memory(
+    capability: int, head_dim: int, num_tokens: int
+) -> None:
+    """In tiles of 16 to 64 queries; a full tile reads no prefix for several rows."""
+    kernels = compiled(capability, options={"head_dim": head_dim, "num_tokens": num_tokens})
+    assert sum(kernel["kernel"] == "_paged_decode_kernel" for kernel in kernels) == (8 if num_tokens < 16 else 4)
+
+
+@pytest.mark.parametrize(("capability", "model", "options"), PARAMS)
+def test_every_kernel_of_an_engine_compiles_within_shared_memory(
+    capability: int, model: str, options: dict[str, Any]
+) -> None:
+    kernels = compiled(capability, config=MODELS[model], options=options)
     names = {kernel["kernel"] for kernel in kernels}
     assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
     # The others have heads of 256, or sinks.
@@ -54,4 +78,3 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)
     has_int4_experts = model == "gpt-oss" or (in_4_bits and model == "Qwen3-MoE")
     assert ("_hopper_int4_experts_kernel" in names) == (has_int4_experts and capability == 90)
-    assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability]]

@@ -33,7 +33,13 @@ from nanoinfer.ops.all_reduce_norm import triton as all_reduce_kernels  # noqa: 
 from nanoinfer.ops.barrier.triton import barrier  # noqa: E402
 from nanoinfer.ops.block_tables import triton as table_kernels  # noqa: E402
 from nanoinfer.ops.filter_threshold import triton as threshold_kernels  # noqa: E402
-from nanoinfer.ops.gumbel_max.triton import GROUP_SIZE, TILE_GROUPS, best_candidates, sample_and_append  # noqa: E402
+from nanoinfer.ops.gumbel_max.triton import (  # noqa: E402
+    GROUP_SIZE,
+    TILE_GROUPS,
+    best_candidates,
+    sample_and_append,
+    sample_at,
+)
 from nanoinfer.ops.kv_cache import triton as kv_cache_kernels  # noqa: E402
 from nanoinfer.ops.logits import triton as logit_kernels  # noqa: E402
 from nanoinfer.ops.norms import triton as norm_kernels  # noqa: E402
@@ -660,6 +666,23 @@ def test_a_draw_above_thresholds_equals_its_specification() -> None:
         assert torch.equal(mine, theirs)
     assert (results[0][0] >= 0).tolist() == [True, True, True, False, True, True, False, True]
     assert results[0][2].tolist() == [1, 2, 3, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_draw_at_a_position_is_the_one_that_a_row_of_that_length_gets(bounded: bool) -> None:
+    """Lines of one row too, which have a seed in common."""
+    logits = 3 * randn(len(SEEDS), TILE + 70)
+    logits[5, 3] = math.nan
+    temperatures, seeds, positions = sampling_arguments()
+    seeds[2:5] = seeds[2]
+    thresholds = torch.linspace(2.0, 8.0, len(SEEDS)) if bounded else None
+    ids = sample_at(logits, thresholds, temperatures, seeds, positions)
+    assert torch.equal(ids, gumbel_max.sample_at.__wrapped__(logits, thresholds, temperatures, seeds, positions))
+    token_ids = torch.zeros(len(SEEDS), int(positions.max()) + 1, dtype=torch.int32)
+    rows = torch.arange(len(SEEDS))
+    appended = sample_and_append(logits, thresholds, rows, temperatures, seeds, token_ids, positions.int().clone())
+    assert torch.equal(ids, appended)
+    assert ids[5] == -1
 
 
 # --- forbid_tokens ---

@@ -152,7 +152,7 @@ def test_states_are_held_once_when_their_output_is_made() -> None:
     states = request.hidden_states_request
     for start in (0, 1):
         states.add(ChunkStates(0, 0, start, torch.full((1, 4), float(start))))
-    output = states.to_output(RequestOutput(0, None, [], 0, [CompletionOutput(0, "", [], "stop")]), states)
+    output = states.to_output(RequestOutput(0, None, [], 0, [CompletionOutput(0, "", [], "stop")]))
     assert output.hidden_states[0][:, 0].tolist() == [0, 1]
     assert states.found == {}
 

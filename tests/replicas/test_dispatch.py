@@ -153,7 +153,7 @@ def test_texts_that_are_pooled_count_half_since_a_replica_needs_them_for_two_ste
     dispatcher = Dispatcher(num_replicas=1, num_rows=8)
     for request_id in range(40):
         request = make_request(request_id, 10)
-        request.prepared.hidden_states_request = HiddenStatesRequest(pools=request_id < 30, first=0, to_output=print)
+        request.prepared.hidden_states_request = HiddenStatesRequest(pools=request_id < 30, first=0)
         dispatcher.add(request)
     assert len(feed(dispatcher)[0]) == 30 + 1
     assert dispatcher.num_seqs == [16]

@@ -158,7 +158,7 @@ def test_a_model_whose_values_are_nan_says_so_for_each_request(two: LLM, caplog:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_states_of_every_dtype_come_out_of_a_message_as_they_went_in(dtype: torch.dtype) -> None:
-    states = HiddenStatesRequest(pools=True, first=0, to_output=partial(pytest.fail, "made in the parent"))
+    states = HiddenStatesRequest(pools=True, first=0, make_output=partial(pytest.fail, "made in the parent"))
     values = torch.arange(12.0).view(3, 4)
     states.add(ChunkStates(0, 2, 0, values[:2].to(dtype)))
     states.add(ChunkStates(0, 2, 2, values[2:].to(dtype)))  # the second chunk

@@ -19,12 +19,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanoinfer.engine.packet import SECTION_DTYPES, PacketSections
-from nanoinfer.engine.row_options import NEUTRAL, SamplingRecord
-from nanoinfer.ops.filter_threshold.spec import FILTERS, thresholds
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.row_options import OF_PARAMS, ROW_OPTIONS, AskingRow
+from nanoinfer.ops.filter_threshold.spec import thresholds
 from nanoinfer.ops.gumbel_max.spec import sample, sample_and_append
-from nanoinfer.sampling.logits_processors import LogitBias, penalise, row_processors
+from nanoinfer.runner.pooler import Pooler
+from nanoinfer.sampling.logit_bias import LogitBias
+from nanoinfer.sampling.logits_processors import Lines
 from nanoinfer.sampling.logprobs import compute_logprobs
+from nanoinfer.sampling.min_tokens import MinTokens
+from nanoinfer.sampling.penalties import penalise
+from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.sampling_params import SamplingParams
 
 NEAR = 1e-6  # of probability: at the cut-off, rounding decides
@@ -32,6 +37,11 @@ NEAR = 1e-6  # of probability: at the cut-off, rounding decides
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lines_of(rows: list[int], context_lens: Tensor) -> Lines:
+    """Lines of a step that draws for these rows."""
+    return Lines([*range(len(rows))], rows, torch.tensor(rows), context_lens)
 
 
 def lowest(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
@@ -171,23 +181,58 @@ def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(dtype: torch.dtype) -> None:
-    processor, asked = LogitBias(50), {3: {7: 1.5, 49: -2.25, 50: 9.0}, 5: {0: 1e9}, 6: {7: 0.5}}
-    records = [SamplingRecord(row, 1, 0, 0, len(biases), 0, -1) for row, biases in asked.items()]
-    section = np.array([item for biases in asked.values() for item in biases.items()], SECTION_DTYPES["biases"])
-    sections = PacketSections(**dict.fromkeys(PacketSections._fields))._replace(
-        biases=section.view(np.int32).reshape(-1, 2)
-    )
-    processor.admit(records, sections, sections)
-    processor.release(6)
+    processor = LogitBias(torch.zeros(8, 1, dtype=torch.int32), 50)
+    asked = {3: [(7, 1.5), (49, -2.25), (50, 9.0)], 5: [(0, 1e9)], 6: [(7, 0.5)]}
+    processor.admit([AskingRow(row, 1, 1, {"logit_bias": np.array(pairs, "i4,f4")}) for row, pairs in asked.items()])
+    processor.release([6, 7])
     assert [row for row in range(8) if processor.wants(row)] == [3, 5]
     logits, rows = randn(4, 50).to(dtype), [5, 2, 3, 6]
     unchanged = logits.clone()
     expected = logits.clone().float()
     for line, token_id, bias in ((0, 0, 1e9), (2, 7, 1.5), (2, 49, -2.25)):
         expected[line, token_id] += bias
-    actual = processor.apply(logits, torch.tensor(rows), rows)
+    lines = lines_of(rows, torch.zeros(8, dtype=torch.int32))
+    assert processor.places(lines) == [0, 2]
+    actual = processor.apply(logits, lines, [0, 2])
     assert torch.equal(actual, expected)
     assert torch.equal(logits, unchanged)
+
+
+# --- min_tokens ---
+
+
+def test_stop_tokens_are_forbidden_before_a_position_and_a_row_that_has_come_there_is_left_alone() -> None:
+    """Row 2 has a prompt of 3 tokens and may stop from position 5 on; row 1 was computed again with 2 of 3 tokens."""
+    context_lens = torch.tensor([0, 6, 3], dtype=torch.int32)
+    processor, logits = MinTokens(torch.zeros(3, 8, dtype=torch.int32), 10), randn(2, 10).bfloat16()
+    processor.admit(
+        [
+            AskingRow(2, num_tokens=3, num_prompt_tokens=3, asked={"min_tokens": [2, 4, 7, 10]}),
+            AskingRow(1, num_tokens=6, num_prompt_tokens=4, asked={"min_tokens": [3, 7]}),
+            AskingRow(0, num_tokens=6, num_prompt_tokens=4, asked={"min_tokens": [2, 7]}),
+        ]
+    )
+    assert [processor.wants(row) for row in range(3)] == [False, True, True], "row 0 has its 2 tokens"
+    lines, unchanged, found = lines_of([2, 1], context_lens), logits.clone(), []
+    for _ in range(2):
+        changed = processor.apply(logits, lines, processor.places(lines))
+        found.append([(changed[line] == -math.inf).nonzero().flatten().tolist() for line in range(2)])
+        context_lens[1:] += 1
+    assert found == [[[4, 7], [7]], [[4, 7], []]]
+    assert not processor.by_row
+    assert torch.equal(logits, unchanged)
+
+
+def test_each_line_of_a_row_is_judged_by_its_own_position() -> None:
+    class OfOneRow(Lines):
+        positions = torch.tensor([4, 5, 6], dtype=torch.int32)
+
+    processor = MinTokens(torch.zeros(1, 8, dtype=torch.int32), 10)
+    processor.admit([AskingRow(0, num_tokens=4, num_prompt_tokens=2, asked={"min_tokens": [4, 9]})])
+    lines = OfOneRow([0, 1, 2], [0, 0, 0], torch.zeros(3, dtype=torch.int64), torch.zeros(1))
+    changed = processor.apply(torch.zeros(3, 10), lines, [0, 1, 2])
+    assert changed[:, 9].tolist() == [-math.inf, -math.inf, 0.0]
+    assert processor.wants(0), "of these tokens only the first may count"
 
 
 # --- penalties ---
@@ -246,8 +291,15 @@ def test_of_equal_logits_the_lower_id_ranks_first_as_in_greedy_decoding() -> Non
 # --- options ---
 
 
-def test_every_option_of_a_row_is_read_by_one_processor_or_by_the_sampler_itself() -> None:
-    processors = row_processors(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 8)
-    read = [name for processor in processors for name in processor.reads]
-    assert sorted([*read, *FILTERS, "logprobs", "prompt_logprobs"]) == sorted(NEUTRAL)
-    assert NEUTRAL.keys() <= {field.name for field in dataclasses.fields(SamplingParams)}
+def test_every_option_that_a_row_is_told_of_is_read_once() -> None:
+    sampler = Sampler(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 8, TensorParallel())
+    read = [name for state in (*sampler.states, Pooler) for name in state.reads]
+    assert sorted(read) == sorted(ROW_OPTIONS)
+
+
+def test_the_default_of_an_option_asks_for_nothing() -> None:
+    """So a request that leaves an option out pays nothing for it."""
+    neutral = {name: option.neutral for name, option in OF_PARAMS.items() if option.neutral is not None}
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    assert neutral == {name: defaults[name] for name in neutral}
+    assert {defaults[name] for name in OF_PARAMS.keys() - neutral.keys()} == {None, 0}

@@ -13,12 +13,13 @@ from torch._subclasses import FakeTensorMode
 
 from nanoinfer import SamplingParams
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import pack, read_header, split_packet
+from nanoinfer.engine.packet import pack, read_header
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.ops.logits.spec import forbid_tokens
 from nanoinfer.sampling.logprobs import PositionLogprobs
+from nanoinfer.sampling.row_state import admit_rows
 from nanoinfer.sampling.sampler import NUM_COPIES, NUM_MASKS, ROWS_AT_ONCE, Sampled, Sampler
 
 VOCAB_SIZE = 100  # fills the last word of a mask in part
@@ -49,14 +50,19 @@ def make_sampler(*params: SamplingParams, device: torch.device = CPU, mode: str 
     seqs = [Sequence(row, [1, 2], item, seed=row) for row, item in enumerate(params)]
     for row, seq in enumerate(seqs):
         seq.row = row
-    packet = pack(ScheduledBatch(admitted=seqs))
-    header = read_header(packet)
     token_ids = torch.zeros(len(params) + 1, 8, dtype=torch.int32)
     token_ids[:-1, :2] = torch.tensor([1, 2])
     context_lens = torch.tensor([2] * len(params) + [0], dtype=torch.int32)
     sampler = Sampler(token_ids.to(device), context_lens.to(device), VOCAB_SIZE, TensorParallel(), mode)
-    sampler.admit(header, split_packet(packet, header), split_packet(torch.from_numpy(packet).to(device), header))
+    admit(sampler, *seqs)
     return sampler
+
+
+def admit(sampler: Sampler, *seqs: Sequence) -> None:
+    packet = pack(ScheduledBatch(admitted=[*seqs]))
+    header = read_header(packet)
+    sampler.admit(header.on_device(torch.from_numpy(header.uploaded(packet)).to(sampler.device)))
+    admit_rows(sampler.states, header.on_host(packet))
 
 
 def draw(
@@ -249,9 +255,7 @@ def test_a_row_with_rules_alone_has_none_of_the_penalties_of_the_sequence_before
     sampler = make_sampler(penalised, penalised)
     newcomer = Sequence(9, [1, 2], GREEDY)
     newcomer.row = 0
-    packet = pack(ScheduledBatch(admitted=[newcomer]))
-    header = read_header(packet)
-    sampler.admit(header, split_packet(packet, header), split_packet(torch.from_numpy(packet), header))
+    admit(sampler, newcomer)
     masks = TokenMasks(token_sets=row_masks({0: range(VOCAB_SIZE)}))
     assert sampler.sample(logits, 0, torch.tensor([0, 1]), [0, 1], masks).token_ids.tolist() == [1, 50]
 

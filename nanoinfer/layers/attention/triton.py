@@ -123,15 +123,15 @@ class TritonBackend(AttentionBackend):
     def _plan_decode(self, metadata: DecodeMetadata, cache: LayerCache) -> DecodePlan:
         lens, tables = metadata.context_lens, metadata.block_tables
         block_size, head_dim = cache.block_size, self.spec.head_dim
-        shared, prefixes = metadata.shared_prefixes, None
+        shared, prefixes, num_tokens = metadata.shared_prefixes, None, metadata.num_tokens
         first_tokens = None
         if self.spec.window is not None:
             first_tokens = lens - self.spec.window
-        elif shared is not None:
+        elif shared is not None and max_prefix_sharers(self.spec.group_size, num_tokens) > 1:
             first_tokens = shared.num_shared_blocks * block_size
             prefix_lens = torch.where(shared.num_sharers > 0, first_tokens, 0)
             prefixes = plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0)
-        large_tiles = has_large_tiles(cache.in_8_bits, self.spec.group_size * metadata.num_tokens)
+        large_tiles = has_large_tiles(cache.in_8_bits, self.spec.group_size * num_tokens)
         rows = plan_decode(
             lens,
             tables,

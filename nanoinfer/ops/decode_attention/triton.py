@@ -500,10 +500,6 @@ class TileList(NamedTuple):
     row_starts: Tensor  # (num_rows + 1,) int32: the index of each row's first tile, then the number of all tiles
     tile_size: int  # tokens
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.row_starts) - 1
-
 
 def plan_decode(
     context_lens: Tensor,
@@ -632,7 +628,8 @@ def _launch(
     _, num_heads, head_dim = q.shape
     tiles, row_starts, tile_size = plan
     _, num_kv_heads, block_size, _ = cache.k.shape
-    group_size, num_tokens = num_heads // num_kv_heads, len(q) // plan.num_rows
+    num_rows = len(row_starts) - 1
+    group_size, num_tokens = num_heads // num_kv_heads, len(q) // num_rows
     num_queries = group_size * num_tokens if num_sharers is None else MAX_QUERIES
     assert group_size * num_tokens <= MAX_QUERIES, f"{num_tokens} tokens of {group_size} heads do not fit into a tile"
     assert block_size % tile_size == 0, f"tiles of {tile_size} tokens do not lie within blocks of {block_size}"
@@ -670,7 +667,7 @@ def _launch(
         lse,
         scale * math.log2(math.e),
         q.stride(0),
-        plan.num_rows,
+        num_rows,
         num_shares,
         **shapes,
         block_size=block_size,
@@ -695,7 +692,7 @@ def _launch(
         lse,
         out,
         out_lse,
-        plan.num_rows,
+        num_rows,
         num_shares,
         **shapes,
         QUERIES=queries,

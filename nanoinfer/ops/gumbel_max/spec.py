@@ -38,12 +38,24 @@ def sample_and_append(
     (table_rows, max_tokens) int32 and context_lens (table_rows,) int32, the number of known tokens: the column of the
     new one.
     """
-    if thresholds is not None:
-        logits = logits.float()
-        logits = torch.where(logits < thresholds.unsqueeze(1), -torch.inf, logits)  # NaN stays NaN
-    ids = torch.where(rows >= 0, sample(logits, temperatures[rows], seeds[rows], context_lens[rows]), -1)
+    ids = sample(_at_least(thresholds, logits), temperatures[rows], seeds[rows], context_lens[rows])
+    ids = torch.where(rows >= 0, ids, -1)
     enter_tokens(ids, rows, token_ids, context_lens)
     return ids
+
+
+@op
+def sample_at(
+    logits: Tensor, thresholds: Tensor | None, temperatures: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    """Draw a token for each line at its position, as `sample_and_append` does, and return the ids (num_lines,) int32.
+
+    Nothing is entered in a table: which of the lines count may still have to be found out, and `enter_tokens` follows.
+
+    logits: (num_lines, vocab_size), lines contiguous. thresholds: (num_lines,) float32, or None. temperatures, seeds,
+    positions: of each line, as in `sample`.
+    """
+    return sample(_at_least(thresholds, logits), temperatures, seeds, positions)
 
 
 @op
@@ -78,6 +90,14 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
     """
     scores, ids = _noisy_best(logits, 0, temperatures, seeds, positions)
     return torch.where(scores.isfinite(), ids, -1).int()
+
+
+def _at_least(thresholds: Tensor | None, logits: Tensor) -> Tensor:
+    """Forbid what is below its row's threshold."""
+    if thresholds is None:
+        return logits
+    logits = logits.float()
+    return torch.where(logits < thresholds.unsqueeze(1), -torch.inf, logits)  # NaN stays NaN
 
 
 def _noisy_best(

@@ -138,6 +138,14 @@ def sample_and_append(logits, thresholds, rows, temperatures, seeds, token_ids, 
     return ids
 
 
+def sample_at(logits, thresholds, temperatures, seeds, positions):
+    ids = logits.new_empty(len(logits), dtype=torch.int32)
+    scores = logits.new_empty(len(logits), dtype=torch.float32)
+    lines = torch.arange(len(logits), device=logits.device)  # each is its own row of tables with a line each
+    _launch(logits, 0, thresholds, (lines, temperatures, seeds, positions), ids, scores=scores)
+    return ids
+
+
 def best_candidates(logits, first_id, rows, temperatures, seeds, context_lens):
     ids = logits.new_empty(len(logits), dtype=torch.int32)
     scores = logits.new_empty(len(logits), dtype=torch.float32)

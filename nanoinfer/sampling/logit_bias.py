@@ -1,0 +1,29 @@
+"""logit_bias: adds what the user wants to the logits of some tokens."""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoinfer.device import to_device
+from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.sampling.logits_processors import Lines, RowProcessor
+
+
+class LogitBias(RowProcessor):
+    """Adds biases to logits. by_row: token ids, int64, and their biases, float32."""
+
+    reads: ClassVar = ("logit_bias",)
+
+    def remember(self, row: AskingRow) -> None:
+        pairs = row.asked["logit_bias"]
+        pairs = pairs[pairs["f0"] < self._vocab_size]
+        self.by_row[row.row] = pairs["f0"].astype(np.int64), pairs["f1"]
+
+    def apply(self, logits: Tensor, lines: Lines, places: list[int]) -> Tensor:
+        found = [self.by_row[lines.host_rows[place]] for place in places]
+        indices = [place * self._vocab_size + ids for place, (ids, _) in zip(places, found, strict=True)]
+        biases = [its_biases for _, its_biases in found]
+        on_device = [to_device(torch.from_numpy(np.concatenate(one)), logits.device) for one in (indices, biases)]
+        return logits.float().flatten().index_add(0, *on_device).view_as(logits)

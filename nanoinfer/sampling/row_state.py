@@ -1,0 +1,64 @@
+"""What is remembered of the rows that ask for something beyond temperature and seed."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from nanoinfer.device import numbers_to_device, to_device
+from nanoinfer.engine.packet import HostSections, column
+from nanoinfer.engine.row_options import ROW_OPTIONS, AskingRow, read_asking_rows
+
+
+class RowState:
+    """Serves some options of rows, each for as long as the sequence that asked is there.
+
+    reads: the options, by their names in ROW_OPTIONS. by_row: what is remembered of each row that asks for any.
+    """
+
+    reads: ClassVar[tuple[str, ...]]
+
+    def __init__(self) -> None:
+        self.by_row: dict[int, Any] = {}
+
+    def wants(self, row: int) -> bool:
+        """Return whether this is to serve a row."""
+        return row in self.by_row
+
+    def admit(self, rows: Sequence[AskingRow]) -> None:
+        """Remember what newly admitted rows ask for."""
+        for row in rows:
+            if not row.asked.keys().isdisjoint(self.reads):
+                self.remember(row)
+
+    def remember(self, row: AskingRow) -> None:
+        """Remember what a row asks for by the options that this reads."""
+        self.by_row[row.row] = row.asked
+
+    def release(self, rows: Collection[int]) -> None:
+        """Forget what rows asked for; other sequences move in."""
+        for row in rows:
+            self.by_row.pop(row, None)
+
+
+def admit_rows(states: Iterable[RowState], on_host: HostSections) -> None:
+    """Have all of these remember what the newly admitted rows of a packet ask for, in place of what was before."""
+    asking = read_asking_rows(on_host)
+    admitted: list[int] = []
+    for state in states:
+        if state.by_row:
+            admitted = admitted or column(on_host, "row_records", "row").tolist()
+            state.release(admitted)
+        if asking:
+            state.admit(asking)
+
+
+def values_to_device(rows: Sequence[AskingRow], names: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Start a copy of the values of options that are numbers, of rows of which some ask for them.
+
+    Returns the rows (num_rows,) int64, and the values (num_rows, num_names) float32.
+    """
+    values = [[row.asked.get(name, ROW_OPTIONS[name].neutral) for name in names] for row in rows]
+    on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return numbers_to_device([row.row for row in rows], device), to_device(on_host, device)
