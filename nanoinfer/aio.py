@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.engine import Engine
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.outputs import RequestOutputs, StreamChunk

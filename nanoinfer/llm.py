@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options
-from nanoinfer.control.step_events import StepCallback
-from nanoinfer.engine.interfaces import Action, Engine
+from nanoinfer.engine.engine import Action, Engine, StepCallback
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.engine_options import EngineOptions
@@ -89,7 +88,7 @@ class LLM(PoolingMethods, AsyncMethods):
         self._weights: object = found.list_files()  # names them for `datasets`
         self._states_reader = HiddenStatesReader(found.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
-        self._control, self._step_callbacks = loaded.control, loaded.callbacks
+        self._control = loaded.control
         self._async_calls = AsyncCalls(self.queue, self.preparer)
         self._write_trace = loaded.start_trace(self.config.trace, repr(self)) if self.config.trace else None
         loaded.log_start(repr(self), import_seconds.take(), time.perf_counter() - started)
@@ -316,7 +315,7 @@ class LLM(PoolingMethods, AsyncMethods):
         It is called once the step's outputs are made, in the thread that runs the step, and delays the next one. What
         it raises ends the call that ran the step. Raises RequestError for what cannot be called.
         """
-        return self._step_callbacks.add(callback)
+        return self.engine.on_step(callback)
 
     def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """Copy new weights into the model in place, on all ranks, and forget every cached prefix.

@@ -9,18 +9,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.control.run_trace import EventSource, RunTrace
-from nanoinfer.control.step_events import StepCallback, StepCallbacks
+from nanoinfer.control.run_trace import RunTrace
+from nanoinfer.control.step_events import StepEventListener
 from nanoinfer.control.weight_control import Control, WeightControl
 from nanoinfer.device import host_array
 from nanoinfer.engine.cache_groups.specs import FullAttentionSpec
-from nanoinfer.engine.interfaces import Engine
+from nanoinfer.engine.engine import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
@@ -102,14 +102,6 @@ class FoundModel:
         )
 
 
-class Callbacks(Protocol):
-    """Calls functions with the StepEvents of an engine, or of several: StepCallbacks, or ReplicaCallbacks."""
-
-    def add(self, callback: StepCallback) -> Callable[[], None]: ...
-
-    def events(self) -> EventSource: ...
-
-
 class LoadedEngine(NamedTuple):
     """An engine that is ready, and what belongs to it."""
 
@@ -118,7 +110,6 @@ class LoadedEngine(NamedTuple):
     preparer: Preparer
     constraints: Constraints
     control: Control
-    callbacks: Callbacks
     max_model_len: int  # tokens of a prompt and its completion together
     info: RunnerInfo
     seconds: dict[str, float]  # of each part of loading; for the tokenizer, how long the rest waited for it
@@ -127,8 +118,8 @@ class LoadedEngine(NamedTuple):
     def start_trace(self, path: str, title: str) -> Callable[[], object]:
         """Record the run of the engine from now on; return the function that writes the file, once."""
         trace = RunTrace(title)
-        self.callbacks.add(trace)
-        return trace.write_on_close(self.engine, self.callbacks.events(), path)
+        self.engine.on_step(trace)
+        return trace.write_on_close(self.engine, self.engine.events, path)
 
     def log_start(self, name: str, imports: dict[str, float], total: float) -> None:
         """Log that an LLM is ready. imports: how long importing took, if it is not in the total; all in seconds."""
@@ -189,7 +180,8 @@ def load_engine(found: FoundModel) -> LoadedEngine:
         prompt_processor = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
         constraints = found.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
-        engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints)
+        new_listener = partial(StepEventListener, device=runner.info.device)
+        engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints, new_listener)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
@@ -201,9 +193,8 @@ def load_engine(found: FoundModel) -> LoadedEngine:
         preparer=Preparer(engine, prompt_processor, constraints),
         constraints=constraints,
         control=WeightControl(engine, queue.lock),
-        callbacks=StepCallbacks(engine, runner.info.device),
         max_model_len=runner.limits.max_model_len,
         info=runner.info,
         seconds=runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
-        pooling_steps=PoolingSteps(engine, queue.lock, model_config.head is not None and has_blocks_alone),
+        pooling_steps=PoolingSteps(engine, model_config.head is not None and has_blocks_alone),
     )

@@ -36,10 +36,10 @@ class EngineMetrics:
 
     __repr__ = short_repr
 
-    def count_step(self, is_prefill: bool, num_prefill_tokens: int, num_generated: int, seconds: float) -> None:
+    def count_step(self, num_prefill_tokens: int, num_generated: int, seconds: float) -> None:
         """Count a step that computed so many tokens of prompts, and gave so many sequences a token that was wanted."""
         self.num_generated_tokens += num_generated
-        if is_prefill:
+        if num_prefill_tokens > 0:
             self.num_prefill_steps += 1
             self.prefill_tokens += num_prefill_tokens
             self.prefill_seconds += seconds

@@ -256,11 +256,6 @@ class RequestOutput:
         return RequestOutputs([self])._repr_html_()
 
 
-def failed_chunks(request_id: int, index: int, samples: Iterable[int]) -> list[StreamChunk]:
-    """Return the last chunks of samples of a request that an error ends. index: of its prompt."""
-    return [StreamChunk(index, "", [], "error", sample, request_id=request_id) for sample in samples]
-
-
 Output = TypeVar("Output")  # has `to_dict` and `html_row`
 
 

@@ -280,7 +280,9 @@ class Job:
         body = question.body
         if "input" in body:
             params = PoolingParams(dimensions=body.get("dimensions"))
-            return self._llm.pooling_calls.prepare_embeddings(body["input"], params, at_once=True).take()
+            from nanoinfer.pooling_calls.pooled_output import PooledEmbedding  # which imports PyTorch
+
+            return self._llm.pooling_calls.prepare(PooledEmbedding, body["input"], params, at_once=True).take()
         if "messages" in body:
             options = {name: body[name] for name in CHAT_OPTIONS if name in body}
             return self._preparer.prepare_chat(self._with_system(body["messages"]), self._params(question), options)

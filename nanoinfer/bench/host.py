@@ -25,7 +25,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.specs import FullAttentionSpec
-from nanoinfer.engine.interfaces import Recipient, RunnerLimits
+from nanoinfer.engine.engine import Recipient
+from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import Packet, pack, read_header
 from nanoinfer.engine.preparer import Preparer
@@ -206,8 +207,9 @@ def measure_replicas(load: Load, num_replicas: int = 8) -> dict[str, float]:
     for connection, _ in pipes:
         connection.recv()  # the stubs are ready
     inbox, before = Inbox(), process_time()
+    to = Recipient(inbox.outputs)
     for request_id, request in zip(engine.reserved_ids.reserve(len(requests)), requests, strict=True):
-        engine.add_request(request_id, request, Recipient(inbox.outputs))
+        engine.add_request(request_id, request, to)
         inbox.request_ids.add(request_id)
     queued = process_time()
     while not inbox.is_complete:
@@ -228,7 +230,7 @@ def measure_replicas(load: Load, num_replicas: int = 8) -> dict[str, float]:
 
 def answer_all(connections: SequenceOf[Connection]) -> None:
     """Answer the requests of all replicas at once, until the pipes are closed. As in a replica, a thread reads."""
-    from nanoinfer.replicas.replica_messages import Metrics, Requests  # PyTorch is imported with them
+    from nanoinfer.replicas.replica_messages import Requests  # PyTorch is imported with it
 
     received: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=read_all, args=(connections, received), daemon=True).start()
@@ -237,7 +239,7 @@ def answer_all(connections: SequenceOf[Connection]) -> None:
     while (found := received.get()) is not None:
         connection, message = found
         if isinstance(message, Requests):
-            connection.send(Metrics(EngineMetrics()))
+            connection.send(EngineMetrics())
             connection.send(stub_outputs(message))
 
 
@@ -255,7 +257,7 @@ def read_all(connections: SequenceOf[Connection], received: "SimpleQueue[Any]") 
 
 def stub_outputs(message: Any) -> Any:
     """Return the Outputs of a message of Requests, with as many tokens as each request may have."""
-    from nanoinfer.replicas.replica_messages import Outputs
+    from nanoinfer.replicas.replica_messages import Outputs, Samples
 
     params = [pickle.loads(pickled) for pickled in message.params]
     counts = [params[index].max_tokens or 0 for index in message.which_params.tolist()]
@@ -263,9 +265,12 @@ def stub_outputs(message: Any) -> Any:
     return Outputs(
         np.stack([ids, np.zeros_like(ids), np.ones_like(ids)], axis=1),
         np.full((len(ids), 3), 0.5),
-        np.array([(count, 1) for count in counts], np.int32),
-        np.ones(sum(counts), np.int32),
-        [TEXT * count for count in counts],
+        Samples(
+            np.array([(count, 1) for count in counts], np.int32),
+            np.ones(sum(counts), np.int32),
+            [TEXT * count for count in counts],
+            {},
+        ),
         {},
         {},
         {},

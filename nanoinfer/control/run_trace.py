@@ -13,8 +13,9 @@ import weakref
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from nanoinfer.engine.engine import EventSource
 from nanoinfer.metrics import RequestChange, StepEvent
 
 logger = logging.getLogger("nanoinfer")
@@ -36,14 +37,6 @@ STEP_COUNTS = (
 )
 JAVASCRIPT_TYPES = {"b": "Int8", "i": "Int32", "f": "Float32", "d": "Float64"}  # of typed arrays, by type in `array`
 KINDS = ("arrived", "admitted", "chunk", "preempted", "paused", "resumed", "finished")
-
-
-class EventSource(Protocol):
-    """Has the events and changes that no callback has received yet: a StepEventListener, or one for several engines."""
-
-    def take(self) -> Iterable[StepEvent]: ...
-
-    def take_rest(self) -> tuple[list[RequestChange], float]: ...
 
 
 class RunTrace:

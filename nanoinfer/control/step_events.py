@@ -1,4 +1,4 @@
-"""Calls the functions of `LLM.on_step` with StepEvents, made of what the engine tells its `Listener` while it works.
+"""Makes StepEvents, for the functions of `LLM.on_step`, of what the engine tells its `Listener` while it works.
 
 Counts are read from the scheduler when a step is launched.
 
@@ -6,70 +6,19 @@ A thread may begin to listen in the middle of another thread's step. That step g
 what the engine tells it of a step whose launch it has not seen.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from nanoinfer.engine.interfaces import SILENT, Listener
-from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.interfaces import Listener
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.errors import RequestError
 from nanoinfer.metrics import RequestChange, StepEvent
-
-StepCallback = Callable[[StepEvent], object]
-
-
-class StepCallbacks:
-    """Has functions called after each step of an engine. Without functions, the engine has no listener."""
-
-    def __init__(self, engine: LLMEngine, device: torch.device) -> None:
-        self._engine, self._device = engine, device
-        self._registration = threading.RLock()  # held while a callback comes or goes; a finalizer may end one meanwhile
-
-    def add(self, callback: StepCallback) -> Callable[[], None]:
-        """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
-        with self._registration:
-            events = self.events()
-            remove = register(events.callbacks, callback)
-            self._engine.scheduler.listener = events  # perhaps in the middle of another thread's step
-
-        def end() -> None:
-            with self._registration:
-                remove()
-                if not events.callbacks and self._engine.scheduler.listener is events:
-                    self._engine.scheduler.listener = SILENT
-
-        return end
-
-    def events(self) -> "StepEventListener":
-        """Return the listener that makes the events; a new one where the engine has none."""
-        scheduler = self._engine.scheduler
-        if isinstance(scheduler.listener, StepEventListener):
-            return scheduler.listener
-        return StepEventListener(scheduler, GpuTimer(self._device) if self._device.type == "cuda" else None)
-
-
-def register(callbacks: list[StepCallback], callback: StepCallback) -> Callable[[], None]:
-    """Add a function to a list; return a function that takes it out again. Raises RequestError for what is none."""
-    if not callable(callback):
-        raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
-
-    def call(event: StepEvent) -> None:  # an object of its own, so that `remove` ends this registration and no other
-        callback(event)
-
-    def remove() -> None:
-        if call in callbacks:
-            callbacks.remove(call)
-
-    callbacks.append(call)
-    return remove
 
 
 class GpuTimer:
@@ -101,12 +50,11 @@ class OpenStep:
 
 
 class StepEventListener(Listener):
-    """Calls `callbacks` with a StepEvent for each step."""
+    """Makes a StepEvent of each step. device: computes the steps; a GPU is asked how long they took."""
 
-    def __init__(self, scheduler: Scheduler, timer: GpuTimer | None) -> None:
-        self.callbacks: list[StepCallback] = []
+    def __init__(self, scheduler: Scheduler, device: torch.device) -> None:
         self._scheduler = scheduler
-        self._timer = timer
+        self._timer = GpuTimer(device) if device.type == "cuda" else None
         self._num_steps = 0
         self._launched: deque[OpenStep] = deque()  # the oldest first
         self._collected: deque[OpenStep] = deque()
@@ -174,13 +122,11 @@ class StepEventListener(Listener):
         num_generated = len(seq.token_ids) - seq.num_prompt_tokens
         self._changes.append(_change(seq, "finished", perf_counter(), num_generated, seq.finish_reason))
 
-    def stepped(self) -> None:
-        """Make the events of the steps that were collected, and call whoever wants them."""
+    def stepped(self) -> Iterator[StepEvent]:
+        """Make the events of the steps that were collected."""
         if self._collected:
             self._collected[-1].facts["ended"] = perf_counter()
-        for event in self._make_events(self._timer):
-            for callback in [*self.callbacks]:
-                callback(event)
+        return self._make_events(self._timer)
 
     def take(self) -> Iterator[StepEvent]:
         """Make the events of collected steps that have none yet, for example because requests were dropped at once.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoinfer.config import SLEEP_TAGS
 from nanoinfer.device import is_out_of_memory
+from nanoinfer.engine.engine import Engine
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import ConfigError, EngineStateError, ModelError
@@ -22,8 +23,8 @@ class Control(ABC):
     lock: the queue's lock. While it is held, no step runs.
     """
 
-    def __init__(self, lock: RLock) -> None:
-        self._lock = lock
+    def __init__(self, engine: Engine, lock: RLock) -> None:
+        self._engine, self._lock = engine, lock
 
     def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         if not isinstance(named_tensors, Iterable) or isinstance(named_tensors, (str, bytes, Tensor)):
@@ -46,13 +47,10 @@ class Control(ABC):
             self._wake_up(wanted)
 
     def _check_idle(self, call: str) -> None:
-        """Raise EngineStateError where requests are unfinished."""
-        if count := self._num_unfinished():
+        """Raise EngineStateError where requests are unfinished, once those that were aborted have ended."""
+        self._engine.check_open(is_for_steps=False)
+        if count := self._engine.settle():
             raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
-
-    @abstractmethod
-    def _num_unfinished(self) -> int:
-        """Return how many requests are unfinished once those that were aborted have ended. The engine must be open."""
 
     @abstractmethod
     def _update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None: ...
@@ -67,15 +65,7 @@ class Control(ABC):
 class WeightControl(Control):
     """Controls the engine of this process."""
 
-    def __init__(self, engine: LLMEngine, lock: RLock) -> None:
-        super().__init__(lock)
-        self._engine = engine
-
-    def _num_unfinished(self) -> int:
-        self._engine.check_open(is_for_steps=False)
-        if not self._engine.is_finished():
-            self._engine.step(launch=False)  # hands over what was aborted
-        return self._engine.num_unfinished()
+    _engine: LLMEngine
 
     def _update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         runner = self._engine.check_open(is_for_steps=False)

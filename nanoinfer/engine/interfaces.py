@@ -1,23 +1,17 @@
-"""What the parts of an engine know of each other: the base of engines, protocols of what they use, the Listener."""
+"""What the parts of an engine know of each other: protocols of what engines use, and the Listener."""
 
 import collections.abc as abc
-from abc import ABC, abstractmethod
-from collections import deque
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from nanoinfer.config import EngineConfig
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec
 from nanoinfer.engine.found import Found
-from nanoinfer.engine.interrupts import StepGuard
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
-from nanoinfer.metrics import EngineMetrics
-from nanoinfer.outputs import StreamChunk, failed_chunks
+from nanoinfer.metrics import StepEvent
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Errors
 from nanoinfer.text.prompts import PreparedRequest
@@ -117,133 +111,8 @@ class Runner(Protocol):
         """Free the model and the cache."""
 
 
-class Action(Enum):
-    """What can be asked of a request at any moment. The step that comes next does it, as `Scheduler` says."""
-
-    ABORT = auto()
-    PAUSE = auto()
-    RESUME = auto()
-
-
-class ReservedIds:
-    """Numbers the requests of an engine: a call reserves ids when it begins, and queues as its prompts are prepared.
-
-    Requests that are not queued yet count as unfinished. What is asked of them meanwhile, such as an abort, is
-    remembered until they are queued.
-    """
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._deferred: dict[int, list[Action]] = {}  # by reserved id
-
-    def __len__(self) -> int:
-        return len(self._deferred)
-
-    def reserve(self, count: int) -> range:
-        """Return the ids of so many new requests, which follow each other."""
-        first, self._next = self._next, self._next + count
-        ids = range(first, self._next)
-        self._deferred |= {request_id: [] for request_id in ids}
-        return ids
-
-    def release(self, ids: abc.Iterable[int]) -> None:
-        """Forget the ids whose requests were never queued."""
-        for request_id in ids:
-            self._deferred.pop(request_id, None)
-
-    def take(self, request_id: int) -> list[Action]:
-        """Take out the id of a request that is queued, or has ended; return what was asked of it before."""
-        return self._deferred.pop(request_id, [])
-
-    def defer(self, action: Action, request_id: int) -> bool:
-        """Remember an action on a request that is yet to be queued; False for any other. Safe at any moment."""
-        deferred = self._deferred.get(request_id)
-        if deferred is None:
-            return False
-        deferred.append(action)
-        return request_id in self._deferred  # another thread may have queued it just now
-
-
-class Recipient(NamedTuple):
-    """Says where a step puts the output of a request, and what is new of its stream."""
-
-    outputs: list[Any]
-    chunks: deque[StreamChunk] | None = None  # None if it is not streamed
-    prompt_index: int = 0  # in the stream
-
-
-class Engine(ABC):
-    """Takes requests and runs them in steps: the base of LLMEngine, and of several of them behind one.
-
-    config: the user's options. guard: entered for each step. reserved_ids: of requests that are to be added.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.guard = StepGuard()
-        self.reserved_ids = ReservedIds()
-        self._requests: dict[int, Any] = {}  # by id, until they are handed over
-        self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
-
-    @abstractmethod
-    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
-        """Queue a request under a reserved id, on which its draws depend; one with an error ends with it at once."""
-
-    def _refuse(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
-        """End a request that has an error."""
-        to.outputs.append(prepared.refusal(request_id))
-        if to.chunks is not None:
-            to.chunks.extend(failed_chunks(request_id, to.prompt_index, range(prepared.sampling_params.n)))
-        self.reserved_ids.take(request_id)
-
-    def act_later(self, action: Action, request_ids: abc.Iterable[int]) -> None:
-        """Have the next step begin with this action on what is unfinished of these requests.
-
-        Safe at any moment, as in a callback, or where the garbage collector closes a stream.
-        """
-        for request_id in request_ids:
-            if not self.reserved_ids.defer(action, request_id) and request_id in self._requests:
-                self._pending_actions.append((action, request_id))
-
-    def is_finished(self) -> bool:
-        """Return whether every request has finished and was handed over."""
-        return not (self.reserved_ids or self._requests)  # in this order: while a request is queued, it is in both
-
-    def num_unfinished(self) -> int:
-        """Return how many requests have not been handed over, including reserved ones."""
-        return len(self._requests) + len(self.reserved_ids)
-
-    @abstractmethod
-    def step(self) -> None:
-        """Compute, and hand over what has finished."""
-
-    @abstractmethod
-    def abort(self, request_ids: abc.Collection[int]) -> None:
-        """Drop these requests and what they hold; finished ones are ignored."""
-
-    @abstractmethod
-    def num_only_paused(self) -> int:
-        """Return how many requests are paused, if none but these are left; else 0."""
-
-    @abstractmethod
-    def metrics(self) -> EngineMetrics:
-        """Return the work done so far, and what is held now."""
-
-    @abstractmethod
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the model and the cache. Closing twice is fine; other calls then raise EngineClosedError."""
-
-    @abstractmethod
-    def check_open(self, is_for_steps: bool = True) -> object:
-        """Raise what has closed the engine, or EngineClosedError; EngineStateError where it cannot run steps."""
-
-
 class Listener:
-    """Is told what the engine and its scheduler do, and does nothing; `StepEventListener` overrides every method.
+    """Is told what the engine and its scheduler do, and ignores it; `StepEventListener` overrides every method.
 
     All calls come from the thread that runs the step or queues the request. Times are those of time.perf_counter.
     """
@@ -275,8 +144,9 @@ class Listener:
     def finished(self, seq: Sequence) -> None:
         """A sequence finished and was handed over, or dropped."""
 
-    def stepped(self) -> None:
-        """`LLMEngine.step` has done its work."""
+    def stepped(self) -> abc.Iterable[StepEvent]:
+        """`LLMEngine.step` has done its work. Return the events of the steps that it has collected."""
+        return ()
 
 
 SILENT = Listener()

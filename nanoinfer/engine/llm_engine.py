@@ -3,10 +3,10 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
@@ -14,8 +14,9 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
 from nanoinfer.engine.cache_groups.specs import SlidingWindowSpec, num_snapshots
+from nanoinfer.engine.engine import Action, Engine, Recipient
 from nanoinfer.engine.extras import Extras
-from nanoinfer.engine.interfaces import Action, Constraints, Engine, Recipient, Runner, RunnerLimits, SampledStep
+from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, RunnerLimits, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
@@ -24,7 +25,6 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
 from nanoinfer.metrics import EngineMetrics
-from nanoinfer.outputs import RequestOutput
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ class LLMEngine(Engine):
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
     own, which end a completion. constraints: makes the token masks of steps; it has compiled what requests ask for.
+    new_listener: makes what is told of the steps while functions of `on_step` want events: an EventSource.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LLMEngine(Engine):
         tokenizer: Tokenizer | None,
         stop_token_ids: frozenset[int],
         constraints: Constraints | None = None,
+        new_listener: Callable[[Scheduler], Listener] = lambda _: SILENT,
     ) -> None:
         super().__init__(config)
         self.constraints = constraints
@@ -71,6 +73,7 @@ class LLMEngine(Engine):
             whole_prompts=limits.whole_prompts,
             on_finish=self.extras.on_finish,
         )
+        self._new_listener = new_listener
         self._launches_early = config.overlap and limits.computes_beside_host
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
@@ -80,12 +83,8 @@ class LLMEngine(Engine):
         self._requests: dict[int, Request] = {}
         self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
 
-    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
-        """Queue a request; one that has an error ends with it at once."""
-        self.guard.check()
-        if prepared.error is not None:
-            self._refuse(request_id, prepared, to)
-            return
+    def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
+        """Have the scheduler queue the samples of a request."""
         params = prepared.sampling_params
         request = Request(request_id, prepared.prompt, [], to)
         ids, packed, priority = prepared.token_ids, prepared.packed_ids, prepared.priority
@@ -96,43 +95,48 @@ class LLMEngine(Engine):
             self._num_sequences += 1
             request.completions.append(Completion(seq, self.tokenizer, to))
         self.extras.start(request, prepared)
-        self._requests[request_id] = request
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-            self.scheduler.listener.arrived(completion.seq, request.arrival_time)
-        self._pending_actions.extend((action, request_id) for action in self.reserved_ids.take(request_id))
+            self.scheduler.listener.arrived(completion.seq, to.arrival_time)
+        return request
 
-    def step(self, launch: bool = True) -> None:
+    def _step(self) -> None:
         """Launch the next step, collect the one before it, and hand over the requests that finished.
 
-        launch: whether a step may be launched; if not, nothing is computed that was not under way.
         If a step fails, the requests that were in it are queued again and the error is raised.
         """
-        with self.guard:
-            if self._pending_actions:
-                self._apply_actions()
-            launched = launch and self._launch()
-            self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
-            if self.scheduler.is_finished():
-                self._collect_until(max_in_flight=0)  # launched before a stop was known: its tokens are dropped
-            try:
-                if launch and self._launches_early and not self._in_flight:
-                    self._launch()  # rows are free now: the device computes while outputs are made
-            finally:
-                self._hand_over()
-        self.scheduler.listener.stepped()  # whose callbacks may call the engine
+        if self._pending_actions:
+            self._apply_actions()
+        launched = self._launch()
+        self._collect_until(max_in_flight=1 if launched and self.config.overlap else 0)
+        if self.scheduler.is_finished():
+            self._collect_until(max_in_flight=0)  # launched before a stop was known: its tokens are dropped
+        try:
+            if self._launches_early and not self._in_flight:
+                self._launch()  # rows are free now: the device computes while outputs are made
+        finally:
+            self._hand_over()
+
+    def _settle(self) -> None:
+        self._apply_actions()
+        self._hand_over()
 
     def _hand_over(self) -> None:
-        """Make what users get of the sequences that finished."""
+        """Finish the samples whose sequences have finished, and their requests with the last of them."""
         while self._finished:  # one at a time, so that an error in one loses no other
-            output = self._output(self._finished[0])
-            if output is not None:
-                self._requests[output.request_id].to.outputs.append(output)
-                del self._requests[output.request_id]  # now: until its output is there, it counts as unfinished
+            seq = self._finished[0]
+            self._watched.pop(seq.seq_id, None)
+            request = self._requests[seq.request_id]
+            completion = request.completions[seq.sample]
+            self.extras.complete(completion)
+            if error := completion.finish().error:
+                logger.warning("request %d ends in an error: %s", seq.request_id, error)
+            if (output := request.output()) is not None:
+                request.to.outputs.append(output)
+                del self._requests[seq.request_id]  # now: until its output is there, it counts as unfinished
             self.scheduler.listener.finished(self._finished.popleft())
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Drop these requests and what they hold; finished ones are ignored."""
         self.act_later(Action.ABORT, request_ids)
         self._apply_actions()
         dropped = set(request_ids)
@@ -144,17 +148,28 @@ class LLMEngine(Engine):
             self._requests.pop(request_id, None)
 
     def num_only_paused(self) -> int:
-        """Return how many requests are paused, if none but these are left; else 0."""
         scheduler = self.scheduler
         is_only = scheduler.is_finished() and not self.reserved_ids
         return len({seq.request_id for seq in scheduler.paused}) if is_only else 0
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
         self.block_manager.reset_prefix_cache()
 
+    def may_bypass_scheduler(self) -> bool:
+        """Return whether steps may bypass the scheduler: nobody wants their events, and nothing is paused."""
+        return not (self._callbacks or self.scheduler.paused)
+
+    def free_all_blocks(self) -> bool:
+        """Empty all rows, blocks and the prefix cache for another's step; False while requests run that keep theirs."""
+        if not self.scheduler.whole_prompts:  # an encoder's requests hold none between steps
+            if not self.scheduler.is_finished():
+                return False
+            while self.scheduler.reclaim():  # from paused requests
+                pass
+            self.reset_prefix_cache()
+        return True
+
     def metrics(self) -> EngineMetrics:
-        """Return the work done so far, and what is held now."""
         return replace(
             self.stats,
             num_preemptions=self.scheduler.num_preemptions,
@@ -163,8 +178,12 @@ class LLMEngine(Engine):
             num_snapshots=self.block_manager.num_snapshots,
         )
 
+    def _listen(self) -> None:
+        if (self.events is SILENT) == bool(self._callbacks):
+            self.events = self._new_listener(self.scheduler) if self._callbacks else SILENT
+            self.scheduler.listener = self.events
+
     def close(self) -> None:
-        """Free the model and the cache. Closing twice is fine; other calls then raise EngineClosedError."""
         self.guard.check()
         if self.runner is not None:
             self._in_flight.clear()
@@ -200,7 +219,7 @@ class LLMEngine(Engine):
         except BaseException:
             self._discard(batch)
             raise
-        for seq in batch.admitted:  # while the device computes
+        for seq in batch.admitted:  # their texts are made while the device computes
             if not seq.stopping.ends_with_prompt:
                 self._requests[seq.request_id].completions[seq.sample].text()
         return True
@@ -229,17 +248,15 @@ class LLMEngine(Engine):
         self._note_finished(self.scheduler.update(step.batch, token_ids))
         for found in step.handle.found:
             found.collected(step.batch, self._requests, wanted)
-        self.count_step(step.started, now, bool(step.batch.prefill), step.batch.num_prefill_tokens, sum(wanted))
+        self.count_step(step.started, now, step.batch.num_prefill_tokens, sum(wanted))
         self.scheduler.listener.collected(step.batch, now)
         if self._watched:
             self._watch(step.batch, now)
 
-    def count_step(
-        self, started: float, now: float, is_prefill: bool, num_prefill_tokens: int, num_tokens: int
-    ) -> None:
+    def count_step(self, started: float, now: float, num_prefill_tokens: int, num_tokens: int) -> None:
         """Count a step that was launched and collected at these times (perf_counter)."""
         seconds = now - max(started, self._last_collected)  # steps overlap, and the one before this may end later
-        self.stats.count_step(is_prefill, num_prefill_tokens, num_tokens, seconds)
+        self.stats.count_step(num_prefill_tokens, num_tokens, seconds)
         self._last_collected = now
 
     def _note_finished(self, finished: list[Sequence]) -> None:
@@ -279,11 +296,9 @@ class LLMEngine(Engine):
         self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
         scheduler = self.scheduler
         methods = {Action.ABORT: scheduler.abort, Action.PAUSE: scheduler.pause, Action.RESUME: scheduler.resume}
-        pending = [self._pending_actions.popleft() for _ in range(len(self._pending_actions))]
-        for action, its_pairs in groupby(pending, key=lambda pair: pair[0]):
+        for action, its_pairs in groupby(self._take_actions(), key=itemgetter(0)):
             request_ids = sorted({request_id for _, request_id in its_pairs})
-            requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
-            seqs = [completion.seq for request in requests for completion in request.completions]
+            seqs = [completion.seq for one in request_ids for completion in self._requests[one].completions]
             unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
             methods[action]({seq.seq_id for seq in unfinished})
             self._note_finished([seq for seq in unfinished if seq.status is SequenceStatus.FINISHED])
@@ -294,17 +309,6 @@ class LLMEngine(Engine):
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])
         self.scheduler.listener.failed()
-
-    def _output(self, seq: Sequence) -> RequestOutput | None:
-        """Finish a sample; return the output of its request, if it is the last."""
-        self._watched.pop(seq.seq_id, None)
-        request = self._requests[seq.request_id]
-        completion = request.completions[seq.sample]
-        self.extras.complete(completion)
-        output = completion.finish()
-        if output.error:
-            logger.warning("request %d ends in an error: %s", seq.request_id, output.error)
-        return request.output()
 
 
 def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:

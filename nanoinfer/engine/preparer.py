@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from nanoinfer.engine.interfaces import Constraints, Engine
+from nanoinfer.engine.engine import Engine
+from nanoinfer.engine.interfaces import Constraints
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import (
     Errors,

@@ -9,12 +9,12 @@ A sample of a request ends for one of these reasons:
     "abort"   the user aborted the request (`LLM.abort`)
 """
 
-import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
+from nanoinfer.engine.engine import Recipient
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.interfaces import Recipient
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
@@ -118,9 +118,10 @@ class Completion:
         """Count these tokens as read, and hand what is new to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.to.chunks is not None:
-            index, text, seq = self.to.prompt_index, self.text().take(), self.seq
+            seq, text = self.seq, self.text().take()
             wanted = seq.sampling_params.num_logprobs is not None
             logprobs: Any = self.logprobs[start : self.num_read] if wanted else None
+            index = seq.request_id - self.to.first_id
             chunk = StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, request_id=seq.request_id)
             self.to.chunks.append(chunk)
 
@@ -135,23 +136,23 @@ class Request:
     to: Recipient
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states_request: HiddenStatesRequest | None = None
-    arrival_time: float = field(default_factory=time.perf_counter)
 
     def output(self) -> RequestOutput | None:
         """Return what its user gets, once all its samples have finished."""
-        outputs = [completion.output for completion in self.completions if completion.output is not None]
-        if len(outputs) < len(self.completions):
-            return None
-        seqs = [completion.seq for completion in self.completions]
+        outputs: list[CompletionOutput] = []
+        for completion in self.completions:
+            if completion.output is None:
+                return None
+            outputs.append(completion.output)
         first = self.completions[0]  # the first to run
-        num_later = max(len(seq.token_ids) for seq in seqs) - seqs[0].num_prompt_tokens - 1
+        num_later = max(map(len, map(attrgetter("token_ids"), outputs))) - 1
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=seqs[0].prompt_token_ids,
-            num_cached_tokens=seqs[0].num_cached_tokens or 0,
+            prompt_token_ids=first.seq.prompt_token_ids,
+            num_cached_tokens=first.seq.num_cached_tokens or 0,
             outputs=outputs,
-            metrics=RequestMetrics.of(self.arrival_time, first.start_time, first.first_token_time, num_later),
+            metrics=RequestMetrics.of(self.to.arrival_time, first.start_time, first.first_token_time, num_later),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
         wanted = self.hidden_states_request

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
 
-from nanoinfer.engine.interfaces import Action, Engine, Recipient
+from nanoinfer.engine.engine import Action, Engine, Recipient, Steps
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.outputs import RequestOutput, StreamChunk
@@ -55,13 +55,13 @@ class Inbox:
 class RequestQueue:
     """Takes requests and runs them in steps. A step serves the requests of all callers, whichever thread runs it.
 
-    Any thread may call any method. lock: held for each step, and while requests are added or dropped; whoever holds it
-    keeps steps waiting.
+    Any thread may call any method. steps: run the requests in the place of the engine's own. lock: held for each step,
+    and while requests are added or dropped; whoever holds it keeps steps waiting. All queues of an engine share one.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.lock = threading.RLock()
+    def __init__(self, engine: Engine, steps: Steps | None = None, lock: "threading.RLock | None" = None) -> None:
+        self.engine, self._steps = engine, steps or engine
+        self.lock = lock or threading.RLock()
         # A full running set, and as many that wait: rows are refilled from them in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
@@ -107,15 +107,17 @@ class RequestQueue:
         all the same: `drop` the inbox then. Requests that are added to an abandoned inbox are aborted.
         """
         reserved = self.engine.reserved_ids
+        self.engine.guard.check()
         with self.lock, postponed_interrupt():
             ids = reserved.reserve(len(requests)) if request_ids is None else request_ids
-            chunks = inbox.chunks if inbox.is_stream else None
+            to = Recipient(inbox.outputs, inbox.chunks if inbox.is_stream else None, first_id=min(ids, default=0))
             try:
-                for index, (request, request_id) in enumerate(zip(requests, ids, strict=True)):
-                    self.engine.add_request(request_id, request, Recipient(inbox.outputs, chunks, index))
+                for request, request_id in zip(requests, ids, strict=True):
+                    self._steps.add_request(request_id, request, to)
                     inbox.request_ids.add(request_id)
             finally:
-                reserved.release(ids)
+                if request_ids is None:
+                    reserved.release(ids)
             if inbox.is_abandoned:
                 self.abandon(inbox)
         return [*ids]
@@ -126,7 +128,7 @@ class RequestQueue:
         with postponed_interrupt():  # also of the lock, which has to be released
             if self.lock.acquire(timeout=TURN_SECONDS):
                 try:
-                    self.engine.step()
+                    self._steps.step()
                 finally:
                     self.lock.release()
 
@@ -143,7 +145,7 @@ class RequestQueue:
         """Abort the unfinished requests of these inboxes at once, and free what they hold; they get no outputs."""
         if any(not inbox.is_complete for inbox in inboxes):
             with self.lock, postponed_interrupt():
-                self.engine.abort({request_id for inbox in inboxes for request_id in inbox.unfinished_ids()})
+                self._steps.abort({request_id for inbox in inboxes for request_id in inbox.unfinished_ids()})
 
     def abandon(self, inbox: Inbox) -> None:
         """Have the next step abort what is unfinished, and what is still being added.

@@ -1,14 +1,14 @@
 """The methods of `LLM` for models that pool: embeddings, classes, rewards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls
-from nanoinfer.engine.preparer import Portions
 from nanoinfer.garbage import rare_collections
 from nanoinfer.pooling_calls.calls import PoolingArguments, PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesReader, OnHiddenStates
+from nanoinfer.pooling_calls.pooled_output import PooledClasses, PooledEmbedding, PooledReward
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingOutputs, RewardOutput
 from nanoinfer.text.arguments import OnError, Prompts
 
@@ -51,8 +51,14 @@ class PoolingMethods:
         Raises RequestError for texts that cannot be served, and where the model is a classifier.
         """
         wanted = self._states_reader.read(hidden_states, hidden_state_positions, on_hidden_states)
-        portions = self.pooling_calls.prepare_embeddings(
-            prompts, pooling_params, prompt_name, wanted, on_error=on_error, tokenization_kwargs=tokenization_kwargs
+        portions = self.pooling_calls.prepare(
+            PooledEmbedding,
+            prompts,
+            pooling_params,
+            prompt_name,
+            wanted,
+            on_error=on_error,
+            tokenization_kwargs=tokenization_kwargs,
         )
         return self.pooling_calls.run(portions, use_tqdm, wanted)
 
@@ -74,8 +80,13 @@ class PoolingMethods:
         with PoolingParams(use_activation=False) they stay as they are. A model of ...ForTokenClassification has a row
         for each token. The rest is as in `embed`; of a pair, the first text begins with the prompt.
         """
-        portions = self.pooling_calls.prepare_classes(
-            prompts, pooling_params, prompt_name, on_error=on_error, tokenization_kwargs=tokenization_kwargs
+        portions = self.pooling_calls.prepare(
+            PooledClasses,
+            prompts,
+            pooling_params,
+            prompt_name,
+            on_error=on_error,
+            tokenization_kwargs=tokenization_kwargs,
         )
         return self.pooling_calls.run(portions, use_tqdm)
 
@@ -95,8 +106,13 @@ class PoolingMethods:
         It is an array with a value for each token where the model rewards tokens. The value is that of the head as it
         is, unless use_activation is True. The rest is as in `classify`.
         """
-        portions = self.pooling_calls.prepare_classes(
-            prompts, pooling_params, prompt_name, True, on_error=on_error, tokenization_kwargs=tokenization_kwargs
+        portions = self.pooling_calls.prepare(
+            PooledReward,
+            prompts,
+            pooling_params,
+            prompt_name,
+            on_error=on_error,
+            tokenization_kwargs=tokenization_kwargs,
         )
         return self.pooling_calls.run(portions, use_tqdm)
 
@@ -110,8 +126,8 @@ class PoolingMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> PoolingOutputs[EmbeddingOutput]:
         """Do as `embed`, without hidden states, while other tasks of the event loop run."""
-        prepare = partial(self.pooling_calls.prepare_embeddings, prompts, pooling_params, prompt_name)
-        return await self._pool(prepare, on_error=on_error, tokenization_kwargs=tokenization_kwargs)
+        options = {"on_error": on_error, "tokenization_kwargs": tokenization_kwargs}
+        return await self._pool(PooledEmbedding, prompts, pooling_params, prompt_name, **options)
 
     async def aclassify(
         self,
@@ -123,8 +139,8 @@ class PoolingMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> PoolingOutputs[ClassificationOutput]:
         """Do as `classify` while other tasks of the event loop run."""
-        prepare = partial(self.pooling_calls.prepare_classes, prompts, pooling_params, prompt_name)
-        return await self._pool(prepare, on_error=on_error, tokenization_kwargs=tokenization_kwargs)
+        options = {"on_error": on_error, "tokenization_kwargs": tokenization_kwargs}
+        return await self._pool(PooledClasses, prompts, pooling_params, prompt_name, **options)
 
     async def areward(
         self,
@@ -136,8 +152,10 @@ class PoolingMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> PoolingOutputs[RewardOutput]:
         """Do as `reward` while other tasks of the event loop run."""
-        prepare = partial(self.pooling_calls.prepare_classes, prompts, pooling_params, prompt_name, True)
-        return await self._pool(prepare, on_error=on_error, tokenization_kwargs=tokenization_kwargs)
+        options = {"on_error": on_error, "tokenization_kwargs": tokenization_kwargs}
+        return await self._pool(PooledReward, prompts, pooling_params, prompt_name, **options)
 
-    async def _pool(self, prepare: Callable[..., Portions], **options: Any) -> PoolingOutputs[Any]:
-        return PoolingOutputs(await self._async_calls.complete(lambda: prepare(at_once=True, **options).take()))
+    async def _pool(self, *arguments: Any, **options: Any) -> PoolingOutputs[Any]:
+        """Prepare a call all at once, in the thread that runs the steps, and await its outputs."""
+        prepare = partial(self.pooling_calls.prepare, *arguments, at_once=True, **options)
+        return PoolingOutputs(await self._async_calls.complete(lambda: prepare().take()))

@@ -7,191 +7,170 @@ a short text's forward pass. The scheduler's steps give the same outputs. They s
 begin alike, and whoever wants each step reported.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import chain
-from threading import RLock
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.engine.engine import Action, Recipient
 from nanoinfer.engine.hidden_states_request import FoundStates, PooledVectors
-from nanoinfer.engine.interfaces import SILENT, Action, Recipient, SampledStep
-from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.interfaces import SampledStep
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
-from nanoinfer.engine.preparer import Portions
-from nanoinfer.engine.request_queue import TURN_SECONDS
 from nanoinfer.engine.row_options import NAMES
 from nanoinfer.outputs import RequestMetrics
+from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.text.prompts import PreparedRequest
+
+logger = logging.getLogger("nanoinfer")
 
 MAX_IN_FLIGHT = 2  # steps: the device computes one while the host prepares the next
 MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache saves more than the scheduler costs
 
 
-class PooledTexts(NamedTuple):
-    """The texts of a step that was computed.
+class Text(NamedTuple):
+    """A text that waits for its step, or is in it."""
 
-    values: (num_texts, size); or a list with an array (num_tokens, size) for each text. aborted: places of those that
-    are wanted no more.
-    """
-
-    requests: list[PreparedRequest]
-    request_ids: range
-    values: Any
-    aborted: list[int]
-    metrics: RequestMetrics
+    request_id: int
+    prepared: PreparedRequest
+    to: Recipient
 
 
 class PoolingStep(NamedTuple):
     """A step in flight. started: perf_counter."""
 
-    requests: list[PreparedRequest]
+    texts: list[Text]
     handle: SampledStep
     num_tokens: int
     started: float
 
 
 class PoolingSteps:
-    """Runs the texts of a call in steps of their own. Any thread may call it.
+    """Runs texts in steps of their own, behind a RequestQueue that shares the lock of the engine's.
 
-    lock: that of the engine's queue, whose steps and these take turns. keeps_nothing: whether the model generates
-    nothing and has no other memory than blocks.
+    keeps_nothing: whether the model generates nothing and has no other memory than blocks.
     """
 
-    def __init__(self, engine: LLMEngine, lock: RLock, keeps_nothing: bool) -> None:
-        self._engine, self._lock, self._keeps_nothing = engine, lock, keeps_nothing
+    def __init__(self, engine: LLMEngine, keeps_nothing: bool) -> None:
+        self._engine, self._keeps_nothing = engine, keeps_nothing
+        self._waiting: deque[Text] = deque()
+        self._in_flight: deque[PoolingStep] = deque()  # the oldest first
 
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
         """Return whether a call's texts can be computed in such steps. first: some of them, usually the longest."""
-        engine, first = self._engine, [request for request in first if request.error is None]
-        if engine.scheduler.listener is not SILENT or engine.scheduler.paused:
+        engine, served = self._engine, [request for request in first if request.error is None]
+        if not engine.may_bypass_scheduler():
             return False
-        if engine.scheduler.whole_prompts:
+        if engine.check_open().limits.whole_prompts:
             return True
         return (
             self._keeps_nothing
-            and all(map(self._is_whole, first))
-            and not (engine.config.enable_prefix_caching and _begin_alike(first))
+            and all(map(self._is_whole, served))
+            and not (engine.config.enable_prefix_caching and _begin_alike(served))
         )
 
-    def complete(
-        self, portions: Portions, make: Callable[[PooledTexts], list[Any]], show: Callable[[int], object]
-    ) -> list[Any]:
-        """Compute all texts of a call, and return the outputs in the order in which the texts come.
+    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+        """Queue a text. Its id stays reserved until its output is there, so that an abort is remembered."""
+        if prepared.error is None:
+            self._waiting.append(Text(request_id, prepared, to))
+        else:
+            self._engine.add_request(request_id, prepared, to)  # refuses it
 
-        make: makes the outputs of a step's texts. show: is told how many are done, after each step.
-        """
-        reserved, ids = self._engine.reserved_ids, range(0)
-        done: list[Any] = []
-        refusals: dict[int, Any] = {}  # by the place of the text in the call
-        waiting: deque[PreparedRequest] = deque()
-        in_flight: deque[PoolingStep] = deque()
-        arrived, num_taken = time.perf_counter(), 0
-        try:
-            with self._lock, postponed_interrupt():  # ids that are reserved must be released
-                ids = reserved.reserve(portions.num_requests)
-            with portions:
-                while len(done) + len(refusals) < portions.num_requests:
-                    for request in portions.take(wait=not (waiting or in_flight)):
-                        if request.error is None:
-                            waiting.append(request)
-                        else:
-                            refusals[num_taken] = request.refusal(ids[-1 - len(refusals)])
-                        num_taken += 1
-                    if waiting and len(in_flight) < MAX_IN_FLIGHT and self._is_whole(waiting[0]):
-                        in_flight.append(self._launch(waiting))
-                    elif in_flight:
-                        step = in_flight.popleft()
-                        metrics = RequestMetrics(queue_time=step.started - arrived)
-                        values, own_ids = self._collect(step), ids[len(done) : len(done) + len(step.requests)]
-                        asked = map(reserved.take, own_ids)
-                        aborted = [place for place, actions in enumerate(asked) if Action.ABORT in actions]
-                        done += make(PooledTexts(step.requests, own_ids, values, aborted, metrics))
-                        show(len(done) + len(refusals))
-                    elif waiting:
-                        done.append(self._in_chunks(waiting.popleft(), ids[len(done)]))
-                        show(len(done) + len(refusals))
-        finally:
-            reserved.release(ids)
-        served = iter(done)
-        return [refusals[place] if place in refusals else next(served) for place in range(portions.num_requests)]
+    def step(self) -> None:
+        """Launch a step, or collect one. A text that is too long for one is left to the engine's own steps."""
+        engine, waiting = self._engine, self._waiting
+        if waiting and len(self._in_flight) < MAX_IN_FLIGHT and self._is_whole(waiting[0].prepared):
+            if engine.free_all_blocks():
+                self._launch()
+            else:
+                engine.step()
+        elif self._in_flight:
+            self._collect()
+        else:
+            if waiting:
+                engine.add_request(*waiting.popleft())
+            engine.step()
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Drop these texts. Nobody reads what a step in flight still brings of them."""
+        self._waiting = deque(text for text in self._waiting if text.request_id not in request_ids)
+        self._engine.reserved_ids.release(request_ids)
+        self._engine.abort(request_ids)
 
     def _is_whole(self, request: PreparedRequest) -> bool:
         """Return whether a step takes all of a text."""
         return len(request.token_ids) <= self._engine.config.max_num_batched_tokens
 
-    def _launch(self, waiting: deque[PreparedRequest]) -> PoolingStep:
+    def _launch(self) -> None:
         """Start a step of the first texts that wait, as many as it takes."""
-        engine = self._engine
-        budget, num_blocks = engine.config.max_num_batched_tokens, engine.block_manager.num_blocks
-        block_size, num_tokens = engine.block_manager.block_size, 0
-        requests: list[PreparedRequest] = []
-        while waiting and len(requests) < engine.scheduler.max_num_seqs:
-            size = len(waiting[0].token_ids)
-            budget, num_blocks = budget - size, num_blocks - -(-size // block_size)
-            if requests and min(budget, num_blocks) < 0:
+        runner, config = self._engine.check_open(), self._engine.config
+        block_size, num_tokens, num_blocks = config.kvcache_block_size, 0, 0
+        texts: list[Text] = []
+        while self._waiting and len(texts) < runner.limits.max_num_seqs:
+            size = len(self._waiting[0].prepared.token_ids)
+            num_tokens, num_blocks = num_tokens + size, num_blocks + -(-size // block_size)
+            if texts and (num_tokens > config.max_num_batched_tokens or num_blocks > runner.limits.num_blocks):
+                num_tokens -= size
                 break
-            num_tokens += size
-            requests.append(waiting.popleft())
-        packet = pack_texts(requests, block_size)
-        while True:
-            with self._lock, postponed_interrupt():
-                runner = engine.check_open()
-                if self._others_have_ended():
-                    started = time.perf_counter()
-                    with engine.guard:
-                        handle = runner.sample(runner.launch(packet))
-                    engine.stats.num_prompt_tokens += num_tokens
-                    return PoolingStep(requests, handle, num_tokens, started)
-                engine.step()
-
-    def _in_chunks(self, request: PreparedRequest, request_id: int) -> Any:
-        """Return the output of a text that is too long for a step, by the scheduler."""
-        outputs: list[Any] = []
+            texts.append(self._waiting.popleft())
         try:
-            with self._lock, postponed_interrupt():
-                self._engine.add_request(request_id, request, Recipient(outputs))
-            while not outputs:
-                with self._lock, postponed_interrupt():
-                    self._engine.step()
-                if self._engine.num_only_paused():
-                    time.sleep(TURN_SECONDS)
-        finally:
-            if not outputs:
-                with self._lock, postponed_interrupt():
-                    self._engine.abort({request_id})
-        return outputs[0]
+            packet = pack_texts([text.prepared for text in texts], block_size)
+            started = time.perf_counter()
+            with self._engine.guard:
+                handle = runner.sample(runner.launch(packet))
+        except BaseException:
+            self._waiting.extendleft(reversed(texts))
+            raise
+        self._engine.stats.num_prompt_tokens += num_tokens
+        self._in_flight.append(PoolingStep(texts, handle, num_tokens, started))
 
-    def _others_have_ended(self) -> bool:
-        """Return whether no request holds rows and blocks; paused ones give them up, and the prefix cache is cleared.
-
-        The requests of an encoder hold rows and blocks only within a step.
-        """
-        engine = self._engine
-        if engine.scheduler.whole_prompts:
-            return True
-        if not engine.scheduler.is_finished():
-            return False
-        while engine.scheduler.reclaim():
-            pass
-        engine.reset_prefix_cache()
-        return True
-
-    def _collect(self, step: PoolingStep) -> Any:
-        """Wait for a step; return the values of its texts, see PooledTexts."""
-        engine = self._engine
-        with self._lock, postponed_interrupt(), engine.guard:
-            engine.check_open().wait(step.handle)
-            engine.count_step(step.started, time.perf_counter(), True, step.num_tokens, 0)
-        [found] = step.handle.found
+    def _collect(self) -> None:
+        """Wait for the oldest step, and hand over the outputs of its texts."""
+        engine, step = self._engine, self._in_flight[0]
+        try:
+            with engine.guard:
+                engine.check_open().wait(step.handle)
+        except BaseException:
+            for failed in reversed(self._in_flight):
+                self._waiting.extendleft(reversed(failed.texts))
+            self._in_flight.clear()
+            raise
+        self._in_flight.popleft()
+        engine.count_step(step.started, time.perf_counter(), step.num_tokens, 0)
+        reserved, [found] = engine.reserved_ids, step.handle.found
         if isinstance(found, PooledVectors):
-            return found.values.numpy()
-        assert isinstance(found, FoundStates), "each token of a text was pooled"
-        return [part.values.numpy() for part in found.parts]
+            values: Any = found.values.numpy()
+        else:
+            assert isinstance(found, FoundStates), "each token of a text was pooled"
+            values = [part.values.numpy() for part in found.parts]
+        check_finite((text.request_id for text in step.texts), values)
+        for place, text in enumerate(step.texts):
+            if Action.ABORT in reserved.take(text.request_id):
+                values[place] = np.full_like(values[place][:1], np.nan)
+        metrics = {to: RequestMetrics(step.started - to.arrival_time) for to in {text.to for text in step.texts}}
+        made: list[Any] = []
+        for make_output, group in groupby(text.prepared.hidden_states_request.make_output for text in step.texts):
+            made += make_output.make_all(values[len(made) : len(made) + len([*group])])
+        for (request_id, request, to), one in zip(step.texts, made, strict=True):
+            output = PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, one, metrics[to])
+            to.outputs.append(output)
+
+
+def check_finite(request_ids: Iterable[int], values: Any) -> None:
+    """Log which texts have values that are NaN or infinite.
+
+    values: (num_texts, size); or a list with an array (num_tokens, size) for each text.
+    """
+    if isinstance(values, np.ndarray) and np.isfinite(values).all():
+        return
+    for request_id, one in zip(request_ids, values, strict=True):
+        if not np.isfinite(one).all():
+            logger.warning("request %d: the model's values are NaN or infinite", request_id)
 
 
 def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:

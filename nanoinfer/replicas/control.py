@@ -21,16 +21,12 @@ CLOSED = "this engine is closed; make a new LLM"
 class ReplicaControl(Control):
     """Controls all replicas."""
 
+    _engine: ReplicatedEngine
+
     def __init__(self, engine: ReplicatedEngine, lock: RLock) -> None:
-        super().__init__(lock)
-        self._engine = engine
+        super().__init__(engine, lock)
         self._writer: RingWriter | None = None  # for all updates
         self._doorbells: list[socket.socket] = []
-
-    def _num_unfinished(self) -> int:
-        self._engine.check_open(is_for_steps=False)
-        with self._engine.whole_messages():
-            return self._engine.settle()
 
     def _update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """Read the tensors once, and send each to all replicas. If only some can take it, the engine is closed."""

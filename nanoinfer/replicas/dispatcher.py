@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
+from nanoinfer.engine.engine import Recipient
 from nanoinfer.text.prompts import PreparedRequest
 
 PREFIX_TOKENS = 64  # prompts that are equal so far begin alike
@@ -27,11 +28,17 @@ MAX_HOMES = 65536  # prefixes whose replica is remembered
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request on its way to a replica, or on one."""
+    """A request on its way to a replica, or on one, until its output is there."""
 
     request_id: int
     prepared: PreparedRequest
+    to: Recipient
     work: float  # expected, in generated tokens
+    sent: float = 0.0  # to the replica that has it (perf_counter)
+    streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk
+    is_paused: bool = False  # if no replica has it, it does not wait for one
+    is_aborted: bool = False  # its output is on its way
+    # Written by the Dispatcher:
     round: int = -1  # the same for requests that were queued together
     replica: int | None = None  # where it is; None while it waits
     is_counted: bool = False  # as work of that replica
@@ -137,24 +144,22 @@ class Dispatcher:
 
     def pause(self, request: QueuedRequest) -> None:
         """Note that a request computes nothing on its replica, which can take others meanwhile."""
-        replica = request.replica
-        assert replica is not None, f"request {request.request_id} is on no replica"
-        if request.is_counted:
-            request.is_counted = False
-            self.num_seqs[replica] -= request.num_seqs
-            self.work[replica] -= request.work
-            self._priorities[replica][request.priority] -= 1
-            self._priorities[replica] += Counter()  # drops what is 0
+        self._count(request, is_counted=False)
 
     def resume(self, request: QueuedRequest) -> None:
         """Note that a request that is on a replica computes there, again or for the first time."""
-        replica = request.replica
+        self._count(request, is_counted=True)
+
+    def _count(self, request: QueuedRequest, is_counted: bool) -> None:
+        replica, change = request.replica, 1 if is_counted else -1
         assert replica is not None, f"request {request.request_id} is on no replica"
-        if not request.is_counted:
-            request.is_counted = True
-            self.num_seqs[replica] += request.num_seqs
-            self.work[replica] += request.work
-            self._priorities[replica][request.priority] += 1
+        if request.is_counted is not is_counted:
+            request.is_counted = is_counted
+            self.num_seqs[replica] += change * request.num_seqs
+            self.work[replica] += change * request.work
+            self._priorities[replica][request.priority] += change
+            if not is_counted:
+                self._priorities[replica] += Counter()  # drops what is 0
 
     def close(self, replica: int) -> None:
         """Give no more requests to a replica, and give the ones that wait for it to others."""
@@ -162,11 +167,9 @@ class Dispatcher:
         waiting = [*self._own[replica], self._open[replica]]
         bundles = [bundle for bundle in waiting if bundle is not None and bundle.requests]
         self._own[replica], self._open[replica] = [], None
-        loads = {other: self._load(other) for other in self._alive}
+        loads = self._loads()
         for bundle in bundles:
-            home = min(loads, key=loads.__getitem__)
-            loads[home] += bundle.work
-            heapq.heappush(self._own[home], bundle)
+            self._push(bundle, loads)
         self._homes = {prefix: home for prefix, home in self._homes.items() if home != replica}
 
     def take(self) -> tuple[int, QueuedRequest] | None:
@@ -243,7 +246,7 @@ class Dispatcher:
         for request in new:
             alike.setdefault((request.priority, request.round, request.prefix), []).append(request)
         largest = self._waiting_work / (2 * len(self._alive))
-        loads = {replica: self._load(replica) for replica in self._alive}
+        loads = self._loads()
         loose: dict[tuple[int, int], list[QueuedRequest]] = {}  # requests without a shared prefix
         for (priority, round_, prefix), requests in alike.items():
             if prefix is None or (len(requests) == 1 and prefix not in self._homes):
@@ -255,13 +258,9 @@ class Dispatcher:
                 prefix = None
             for part in parts:
                 home = None if prefix is None else self._homes.get(prefix)
-                if home is None:
-                    home = min(loads, key=loads.__getitem__)
+                home = self._push(self._bundle(part, prefix), loads, home)
                 if prefix is not None and len(part) > 1:
                     self._homes[prefix] = home
-                bundle = self._bundle(part, prefix)
-                loads[home] += bundle.work
-                heapq.heappush(self._own[home], bundle)
         for requests in loose.values():  # last: they fill the gaps that the others leave
             self._spread(requests, loads)
         while len(self._homes) > MAX_HOMES:
@@ -279,9 +278,16 @@ class Dispatcher:
             if its_requests:
                 heapq.heappush(self._own[replica], self._bundle(its_requests, None))
 
-    def _load(self, replica: int) -> float:
-        """Return the work that a replica has, and that waits for it."""
-        return self.work[replica] + self._work_left(replica)
+    def _push(self, bundle: Bundle, loads: dict[int, float], home: int | None = None) -> int:
+        """Have a bundle wait for a replica, by default for the one with the least load; return which."""
+        home = min(loads, key=loads.__getitem__) if home is None else home
+        loads[home] += bundle.work
+        heapq.heappush(self._own[home], bundle)
+        return home
+
+    def _loads(self) -> dict[int, float]:
+        """Return the work that each replica has, and that waits for it."""
+        return {replica: self.work[replica] + self._work_left(replica) for replica in self._alive}
 
     def _work_left(self, replica: int) -> float:
         """Return the work that waits for a replica."""

@@ -2,13 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nanoinfer.control.step_events import StepCallback, register
 from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
 from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
 from nanoinfer.replicas.replica_messages import Reply
@@ -74,24 +73,12 @@ def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
     return ReplicaMetrics(**sums, replicas=replicas)
 
 
-class ReplicaCallbacks:
-    """Calls the functions of `LLM.on_step` with the StepEvents of all replicas, in the thread that runs `LLM.step`.
-
-    Without functions, replicas send no events.
-    """
+class ReplicaEvents:
+    """Collects the StepEvents of all replicas. Without functions of `LLM.on_step`, replicas send none."""
 
     def __init__(self) -> None:
         self._arrived: deque[StepEvent] = deque()
         self._changes: dict[int, list[RequestChange]] = {}  # by replica: changes that no event has brought yet
-        self._callbacks: list[StepCallback] = []
-
-    @property
-    def are_wanted(self) -> bool:
-        return bool(self._callbacks)
-
-    def add(self, callback: StepCallback) -> Callable[[], None]:
-        """Call a function with the StepEvent of each step, from now on; return a function that ends this."""
-        return register(self._callbacks, callback)
 
     def arrive(self, replica: int, event: StepEvent) -> None:
         """Keep an event of a replica until the functions are called."""
@@ -102,22 +89,13 @@ class ReplicaCallbacks:
         """Keep what happened to requests of a replica after its last event, for the next one."""
         self._changes.setdefault(replica, []).extend(changes)
 
-    def call(self) -> None:
-        """Call the functions with the events that have come."""
-        for event in self.take():
-            for callback in [*self._callbacks]:
-                callback(event)
-
-    def events(self) -> "ReplicaCallbacks":
-        """Return what a trace asks for what it has not been called with."""
-        return self
-
-    def take(self) -> Iterator[StepEvent]:
+    def stepped(self) -> Iterator[StepEvent]:
         while self._arrived:
             yield self._arrived.popleft()
 
+    take = stepped
+
     def take_rest(self) -> tuple[list[RequestChange], float]:
-        """Return the changes that are in no event yet, and 0.0: when the last steps were launched is not known."""
         changes = [change for each in self._changes.values() for change in each]
         self._changes.clear()
         return sorted(changes, key=lambda change: change.time), 0.0

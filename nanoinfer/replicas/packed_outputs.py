@@ -2,9 +2,9 @@
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +23,12 @@ from nanoinfer.outputs import (
     TokenLogprobs,
 )
 from nanoinfer.replicas.dispatcher import QueuedRequest
-from nanoinfer.replicas.replica_messages import REASONS, Chunks, Outputs
+from nanoinfer.replicas.replica_messages import REASONS, Chunks, Outputs, Samples
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
 
-NO_REASON = len(REASONS)  # of a chunk that is not the last
-NO_OTHERS = (None,) * 6
+# Fields of a CompletionOutput that few have.
+OTHERS = ("stop_reason", "cumulative_logprob", "error", "error_kind", "routed_experts")
 # Hidden states and pooled vectors: by layer, or None for what pooling made, the dtype and the bytes of each part of the
 # prompt. They are bytes because NumPy has no bfloat16.
 PackedStates = dict[int | None, list[tuple[torch.dtype, Any]]]
@@ -40,23 +40,35 @@ class PackedDicts(NamedTuple):
     positions: FlatLogprobs
 
 
+def pack_samples(samples: Sequence[CompletionOutput | StreamChunk]) -> Samples:
+    return Samples(
+        np.array([(len(one.token_ids), REASONS.index(one.finish_reason)) for one in samples], np.int32),
+        np.array(array("i", chain.from_iterable(one.token_ids for one in samples)), np.int32),
+        [one.text for one in samples],
+        {line: pack_logprobs(one.logprobs) for line, one in enumerate(samples) if one.logprobs is not None},
+    )
+
+
+def unpack_samples(message: Samples) -> Iterator[tuple[str, list[int], Any, Any]]:
+    """Yield text, token ids, finish_reason and log-probabilities of each sample."""
+    token_ids, end = message.token_ids.tolist(), 0
+    for line, ((count, reason), text) in enumerate(zip(message.columns.tolist(), message.texts, strict=True)):
+        start, end = end, end + count
+        yield text, token_ids[start:end], REASONS[reason], unpack_logprobs(message.logprobs.get(line))
+
+
 def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
     samples = [sample for output in outputs for sample in output.outputs]
     others = {}
     for line, sample in enumerate(samples):
-        logprobs = pack_logprobs(sample.logprobs)
-        ends = sample.stop_reason, logprobs, sample.cumulative_logprob, sample.error, sample.error_kind
-        found = *ends, sample.routed_experts
-        if any(item is not None for item in found):
+        if found := {name: value for name in OTHERS if (value := getattr(sample, name)) is not None}:
             others[line] = found
     metrics = [output.metrics for output in outputs]
     times = [(one.queue_time, one.time_to_first_token, one.time_per_token) for one in metrics]
     return Outputs(
         np.array([(one.request_id, one.num_cached_tokens, len(one.outputs)) for one in outputs], np.int64),
         np.array(times, np.float64),
-        np.array([(len(one.token_ids), REASONS.index(one.finish_reason)) for one in samples], np.int32),
-        np.array(array("i", chain.from_iterable(one.token_ids for one in samples)), np.int32),
-        [one.text for one in samples],
+        pack_samples(samples),
         others,
         {
             line: pack_prompt_logprobs(output.prompt_logprobs)
@@ -68,91 +80,59 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
 
 
 def unpack_outputs(
-    message: Outputs,
-    requests: Sequence[QueuedRequest | None],
-    waited: list[float],
-    tokenizer: Tokenizer | None = None,
-) -> list[RequestOutput | None]:
-    """Return the outputs in a message; None for each request that is None.
+    message: Outputs, requests: Mapping[int, QueuedRequest], tokenizer: Tokenizer | None = None
+) -> Iterator[tuple[QueuedRequest, RequestOutput]]:
+    """Yield those of `requests` that are in a message, with their outputs.
 
-    requests: those of the message, in its order. waited: seconds that each waited in the parent before it was sent.
-    tokenizer: makes the texts of prompts' tokens.
+    requests: by id. tokenizer: makes the texts of prompts' tokens.
     """
-    ids, samples_left = message.token_ids.tolist(), zip(message.samples.tolist(), message.texts, strict=True)
-    found: list[RequestOutput | None] = []
-    lines = zip(message.requests.tolist(), message.times.tolist(), requests, waited, strict=True)
-    sample_line = end = 0
-    for line, ((_, num_cached_tokens, num_samples), times, request, seconds) in enumerate(lines):
-        samples = []
-        for index in range(num_samples):
-            (count, reason), text = next(samples_left)
-            start, end = end, end + count
-            stop_reason, logprobs, *others = message.others.get(sample_line, NO_OTHERS)
-            sample_line += 1
-            ends = REASONS[reason], stop_reason, unpack_logprobs(logprobs), *others
-            samples.append(CompletionOutput(index, text, ids[start:end], *ends))
+    samples = enumerate(unpack_samples(message.samples))
+    lines = zip(message.requests.tolist(), message.times.tolist(), strict=True)
+    for line, ((request_id, num_cached_tokens, num_samples), times) in enumerate(lines):
+        outputs = [
+            CompletionOutput(index, text, token_ids, reason, logprobs=logprobs, **message.others.get(sample_line, {}))
+            for index, (sample_line, (text, token_ids, reason, logprobs)) in enumerate(islice(samples, num_samples))
+        ]
+        request = requests.get(request_id)
         if request is None:
-            found.append(None)
             continue
-        of_prompt = message.prompt_logprobs.get(line)
+        prepared, waited = request.prepared, request.sent - request.to.arrival_time  # here, before it was sent
         queue_time, first, per_token = (None if math.isnan(time) else time for time in times)
         output = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prepared.prompt,
-            prompt_token_ids=request.prepared.token_ids,
+            request_id=request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=prepared.token_ids,
             num_cached_tokens=num_cached_tokens,
-            outputs=samples,
+            outputs=outputs,
             metrics=RequestMetrics(
-                None if queue_time is None else queue_time + seconds,
-                None if first is None else first + seconds,
+                None if queue_time is None else queue_time + waited,
+                None if first is None else first + waited,
                 per_token,
             ),
-            prompt_logprobs=unpack_prompt_logprobs(of_prompt, request.prepared, tokenizer),
+            prompt_logprobs=unpack_prompt_logprobs(message.prompt_logprobs.get(line), prepared, tokenizer),
         )
         if line in message.hidden_states:
-            output = with_states(output, request.prepared.hidden_states_request, message.hidden_states[line])
-        found.append(output)
-    return found
-
-
-def with_states(output: RequestOutput, states: HiddenStatesRequest, packed: PackedStates) -> Any:
-    """Return what the user gets: an output together with the hidden states that came with it."""
-    return replace(states, found=unpack_states(packed)).to_output(output)
+            states = replace(prepared.hidden_states_request, found=unpack_states(message.hidden_states[line]))
+            output = states.to_output(output)
+        yield request, output
 
 
 def pack_chunks(chunks: Sequence[StreamChunk]) -> Chunks:
-    def reason(chunk: StreamChunk) -> int:
-        return NO_REASON if chunk.finish_reason is None else REASONS.index(chunk.finish_reason)
-
-    return Chunks(
-        np.array([(one.request_id, one.sample, len(one.token_ids), reason(one)) for one in chunks], np.int64),
-        np.array(array("i", chain.from_iterable(one.token_ids for one in chunks)), np.int32),
-        [one.text for one in chunks],
-        {line: pack_logprobs(one.logprobs) for line, one in enumerate(chunks) if one.logprobs is not None},
-    )
+    """Return a message; `index` is left out, which the parent knows."""
+    return Chunks(np.array([(one.request_id, one.sample) for one in chunks], np.int64), pack_samples(chunks))
 
 
-def unpack_chunks(message: Chunks, index_of: dict[int, int]) -> list[StreamChunk]:
-    """Return the chunks of the requests in `index_of`, which maps each one's id to its prompt's index in the stream."""
-    chunks, end = [], 0
-    token_ids = message.token_ids.tolist()
-    for line, ((request_id, sample, count, reason), text) in enumerate(
-        zip(message.columns.tolist(), message.texts, strict=True)
+def unpack_chunks(
+    message: Chunks, requests: Mapping[int, QueuedRequest]
+) -> Iterator[tuple[QueuedRequest, StreamChunk]]:
+    """Yield those of `requests`, by id, that have chunks in a message, with each of them."""
+    samples = unpack_samples(message.samples)
+    for (request_id, sample), (text, token_ids, reason, logprobs) in zip(
+        message.columns.tolist(), samples, strict=True
     ):
-        start, end = end, end + count
-        if request_id in index_of:
-            chunks.append(
-                StreamChunk(
-                    index_of[request_id],
-                    text,
-                    token_ids[start:end],
-                    None if reason == NO_REASON else REASONS[reason],
-                    sample,
-                    unpack_logprobs(message.logprobs.get(line)),
-                    request_id=request_id,
-                )
-            )
-    return chunks
+        if request := requests.get(request_id):
+            index = request_id - request.to.first_id
+            yield request, StreamChunk(index, text, token_ids, reason, sample, logprobs, request_id=request_id)
 
 
 def pack_logprobs(places: Sequence[TokenLogprobs | None] | None) -> PackedDicts | FlatLogprobs | None:

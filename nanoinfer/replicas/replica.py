@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from nanoinfer.engine.interfaces import Action, Recipient
+from nanoinfer.engine.engine import Action, Recipient
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import FoundModel, LoadedEngine, load_engine
-from nanoinfer.metrics import StepEvent
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.replicas.packed_outputs import keep_states, pack_chunks, pack_outputs
 from nanoinfer.replicas.replica_messages import (
@@ -35,10 +35,8 @@ from nanoinfer.replicas.replica_messages import (
     Call,
     Changes,
     Drop,
-    Event,
     Listen,
     Logged,
-    Metrics,
     Ready,
     ReceivedRequest,
     Reply,
@@ -119,7 +117,8 @@ class Replica:
 
     def __init__(self, loaded: LoadedEngine, connection: Connection, sender: Sender, weights: RingReader) -> None:
         self._loaded, self._weights = loaded, weights
-        self._engine: Any = loaded.engine
+        assert isinstance(loaded.engine, LLMEngine), "a replica has the engine of one process"
+        self._engine = loaded.engine
         self._connection, self._send = connection, sender.send
         self._read_messages: SimpleQueue[Any] = SimpleQueue()  # None at the end
         self._received: SimpleQueue[Any] = SimpleQueue()  # likewise; requests are ready to be queued, errors are raised
@@ -145,7 +144,8 @@ class Replica:
         engine = self._engine
         while self._serve(wait=engine.is_finished() or engine.num_only_paused() > 0):
             if not engine.is_finished():
-                engine.step(launch=engine.runner.unready_reason is None)  # one that sleeps still ends what is aborted
+                is_ready = engine.check_open(is_for_steps=False).unready_reason is None
+                engine.step() if is_ready else engine.settle()  # one that sleeps still ends what is aborted
             self._report()
 
     def _read(self) -> None:
@@ -160,7 +160,7 @@ class Replica:
         self._read_messages.put(None)
 
     def _prepare(self) -> None:
-        """Unpack requests, and compile what limits their tokens."""
+        """Make requests ready to be queued, which may take long."""
         message: Any = ()
         while message is not None:
             message = self._read_messages.get()
@@ -170,20 +170,15 @@ class Replica:
                 self._received.put(error)
 
     def _unpack(self, message: Requests) -> list[ReceivedRequest]:
+        """Unpack requests and compile what limits their tokens. The parent has found them all to be right."""
         received = unpack_requests(message, keep_states)
-        self._plan(received)
-        for request_id, prepared, _, _ in received:
-            if prepared.error is not None:
-                logger.warning("request %d ends in an error: %s", request_id, prepared.error)
-        return received
-
-    def _plan(self, received: list[ReceivedRequest]) -> None:
-        """Compile grammars and the like. The parent has found them all to be right."""
         requests = {index: one.prepared for index, one in enumerate(received)}
         errors: Errors = {index: one.error for index, one in requests.items() if one.error is not None}
         self._loaded.constraints.add_constraints(requests, errors)
         for index, error in errors.items():
             requests[index].error = error
+            logger.warning("request %d ends in an error: %s", received[index].request_id, error)
+        return received
 
     def _serve(self, wait: bool) -> bool:
         """Do what the received messages ask for; return False at the end. wait: whether to wait for a message."""
@@ -199,9 +194,9 @@ class Replica:
                 case Exception():
                     raise message
                 case list():
+                    recipients = Recipient(self._outputs), Recipient(self._outputs, self._chunks)
                     for request_id, prepared, is_streamed, is_aborted in message:
-                        to = Recipient(self._outputs, self._chunks if is_streamed else None)
-                        self._engine.add_request(request_id, prepared, to)
+                        self._engine.add_request(request_id, prepared, recipients[is_streamed])
                         if is_aborted:
                             self._engine.act_later(Action.ABORT, [request_id])
                 case Act(action, request_ids):
@@ -219,12 +214,12 @@ class Replica:
             self._send(pack_chunks(self._chunks))
             self._chunks.clear()
         if self._end_events is not None and self._engine.is_finished():
-            changes, _ = self._loaded.callbacks.events().take_rest()
+            changes, _ = self._engine.events.take_rest()
             if changes:
                 self._send(Changes(changes))
         now = time.monotonic()
         if self._outputs or self._engine.is_finished() or now - self._told > METRICS_SECONDS:
-            self._send(Metrics(self._engine.metrics()))
+            self._send(self._engine.metrics())
             self._told = now
         if self._outputs:
             self._send(pack_outputs(self._outputs))
@@ -246,13 +241,9 @@ class Replica:
         self._engine.scheduler.max_model_len = max_model_len
 
     def _send_events(self, are_wanted: bool) -> None:
-        """Send an Event for each step from now on, or no more."""
-
-        def send(event: StepEvent) -> None:
-            self._send(Event(event))
-
+        """Send a StepEvent for each step from now on, or no more."""
         if are_wanted and self._end_events is None:
-            self._end_events = self._loaded.callbacks.add(send)
+            self._end_events = self._engine.on_step(self._send)
         elif not are_wanted and self._end_events is not None:
             self._end_events()
             self._end_events = None

@@ -1,5 +1,7 @@
 """What the parent and a replica send each other through a pipe: named tuples with arrays, for many requests at a time.
 
+Beside these, a replica sends its EngineMetrics, and StepEvents while they are wanted.
+
 Pickling an array copies its bytes. Lists of token ids would cost the parent more than anything else that it does.
 Outputs are packed and unpacked in `packed_outputs.py`.
 """
@@ -13,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.blocks.partial_hits import num_common
+from nanoinfer.engine.engine import Action
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.interfaces import Action
 from nanoinfer.errors import RequestError
-from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
+from nanoinfer.metrics import RequestChange
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
-REASONS = ("stop", "length", "abort", "error")  # finish_reason by number
+REASONS = ("stop", "length", "abort", "error", None)  # finish_reason by number; None of a chunk that is not the last
 
 
 # -------- To a replica ------------------------------------------------------------------------------------------------
@@ -55,7 +57,7 @@ class Drop(NamedTuple):
 
 
 class Listen(NamedTuple):
-    """Whether an Event of each step is wanted from now on."""
+    """Whether a StepEvent of each step is wanted from now on."""
 
     is_wanted: bool
 
@@ -93,22 +95,19 @@ class Logged(NamedTuple):
     text: str
 
 
-class Metrics(NamedTuple):
-    """What a replica has done so far, and what it holds."""
-
-    metrics: EngineMetrics
-
-
-class Event(NamedTuple):
-    """What a step did; sent while functions of `LLM.on_step` are registered."""
-
-    event: StepEvent
-
-
 class Changes(NamedTuple):
-    """What happened to requests after the last event; sent as events are."""
+    """What happened to requests after the last StepEvent; sent as these are, while functions of `on_step` want them."""
 
     changes: list[RequestChange]
+
+
+class Samples(NamedTuple):
+    """What is new of samples, of requests that have finished or are streamed."""
+
+    columns: NDArray[np.int32]  # (num_samples, 2): number of tokens, index in REASONS
+    token_ids: NDArray[np.int32]  # of all samples, one after the other
+    texts: list[str]
+    logprobs: dict[int, Any]  # of samples that have them, by line: PackedDicts or FlatLogprobs
 
 
 class Outputs(NamedTuple):
@@ -116,10 +115,8 @@ class Outputs(NamedTuple):
 
     requests: NDArray[np.int64]  # (num_requests, 3): request id, num_cached_tokens, number of samples
     times: NDArray[np.float64]  # (num_requests, 3): fields of RequestMetrics; NaN is None
-    samples: NDArray[np.int32]  # (num_samples, 2), of all requests: number of tokens, index in REASONS
-    token_ids: NDArray[np.int32]  # of all samples, one after the other
-    texts: list[str]  # of each sample
-    others: dict[int, tuple[Any, ...]]  # by sample, if it has any: its last fields, from stop_reason on
+    samples: Samples  # of all requests
+    others: dict[int, dict[str, Any]]  # by line of a sample: its fields of OTHERS that are not None
     prompt_logprobs: dict[int, Any]  # of requests that asked, by their line: arrays, whose texts the parent makes
     hidden_states: dict[int, Any]  # of requests that want hidden states or are pooled, by their line: PackedStates
 
@@ -127,16 +124,14 @@ class Outputs(NamedTuple):
 class Chunks(NamedTuple):
     """What is new of requests that are streamed."""
 
-    columns: NDArray[np.int64]  # (num_chunks, 4): request id, sample, number of tokens, index in REASONS
-    token_ids: NDArray[np.int32]
-    texts: list[str]
-    logprobs: dict[int, Any]  # of chunks that have them: PackedDicts or FlatLogprobs
+    columns: NDArray[np.int64]  # (num_chunks, 2): request id, sample
+    samples: Samples
 
 
 # -------- Packing and unpacking --------------------------------------------------------------------------------------
 
 
-def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool], are_aborted: bool = False) -> Requests:
+def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) -> Requests:
     distinct, which_params = distinct_params([request.prepared.sampling_params for request in queued])
     prompts = [request.prompt for request in queued]
     prefixes, which_prefix = common_prefixes(prompts)
@@ -148,10 +143,10 @@ def pack_requests(queued: Sequence[QueuedRequest], are_streamed: Sequence[bool],
             request.prepared.prompt_logprobs_start,
             request.prepared.sampling_params.n,
             request.prepared.prompt is not None,
-            is_streamed,
+            request.to.chunks is not None,
             prefix,
         )
-        for request, prompt, prefix, is_streamed in zip(queued, prompts, which_prefix, are_streamed, strict=True)
+        for request, prompt, prefix in zip(queued, prompts, which_prefix, strict=True)
     ]
     own = (prompt[len(prefixes[prefix]) :] for prompt, prefix in zip(prompts, which_prefix, strict=True))
     return Requests(

@@ -111,7 +111,6 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
         preparer=Preparer(engine, prompt_processor, constraints),
         constraints=constraints,
         control=ReplicaControl(engine, queue.lock),
-        callbacks=engine.callbacks,
         max_model_len=max_model_len,
         info=info,
         seconds={"replicas": time.perf_counter() - started},

@@ -39,7 +39,6 @@ GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as
 Prompts = str | Mapping[str, Any] | Array | Series | Sequence[GivenPrompt | int]
 Params = SamplingParams | Sequence[SamplingParams] | Array | Series | None  # for all prompts, or one for each
 Priorities = Sequence[int] | Array | Series | None  # one for each prompt
-Options = TypeVar("Options")
 Result = TypeVar("Result")
 OnFinish = Callable[[RequestOutput], object]
 OnError: TypeAlias = Literal["raise", "return"]
@@ -115,12 +114,7 @@ def as_request_ids(request_ids: int | Collection[int]) -> list[int]:
     return [int(item) for item in ids]
 
 
-def one_for_each(params: Params, count: int) -> list[SamplingParams]:
-    """Return sampling options for each of `count` prompts."""
-    return one_of_kind_for_each(params, count, SamplingParams, "sampling_params")
-
-
-def one_of_kind_for_each(params: Any, count: int, kind: type[Options], name: str) -> list[Options]:
+def one_for_each(params: Any, count: int, kind: type[Any] = SamplingParams, name: str = "sampling_params") -> list[Any]:
     """Return options of a class for each of `count` prompts. name: the argument's, for errors."""
     if params is None or isinstance(params, kind):
         return [params or kind()] * count

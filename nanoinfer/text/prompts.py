@@ -122,11 +122,12 @@ class PromptProcessor:
         self.check_completes()
         given = {index: all_params[index] for index in prompts}
         served: dict[int, SamplingParams | RequestError] = {}  # by the id of what was given
-        for key, one in {id(one): one for one in given.values()}.items():
-            try:
-                served[key] = self.check_params(one)
-            except RequestError as error:
-                served[key] = error
+        for one in given.values():
+            if id(one) not in served:
+                try:
+                    served[id(one)] = self.check_params(one)
+                except RequestError as error:
+                    served[id(one)] = error
         checked = given | results_by_prompt(served, given, errors, are_shared)
         encoded, packed = self.encode(prompts, errors, add_special_tokens, "prompt", tokenization_kwargs)
         return {
@@ -158,28 +159,30 @@ class PromptProcessor:
         add_special_tokens = options.get("add_special_tokens", add_special_tokens)
         max_tokens = self.most_tokens(options.get("truncate_prompt_tokens"))
         given = self._tokenize(prompts, add_special_tokens, max_tokens, errors)
-        # Those given are the user's.
-        all_ids = {index: list(ids) if isinstance(ids, (list, tuple)) else ids for index, ids in given.items()}
-        packed = self._pack_served({index: ids for index, ids in all_ids.items() if index not in errors})
-        for index, ids in all_ids.items():
-            if index not in packed and index not in errors:
-                try:
-                    all_ids[index] = self._check_token_ids(ids, f"{what} {index}")
-                except RequestError as error:
-                    errors[index] = error
-        return {index: [] if index in errors else ids for index, ids in all_ids.items()}, packed
+        all_ids: dict[int, list[int]] = {}
+        packed: dict[int, bytes] = {}
+        for index, ids in given.items():
+            if index not in errors:
+                all_ids[index] = list(ids) if isinstance(ids, (list, tuple)) else ids  # those given are the user's
+                if (written := pack_ids(all_ids[index])) is not None:
+                    packed[index] = written
+        self._drop_unserved(packed)
+        for index in all_ids.keys() - packed.keys():  # each has to be looked at
+            try:
+                all_ids[index] = self._check_token_ids(all_ids[index], f"{what} {index}")
+            except RequestError as error:
+                errors[index] = error
+        return {index: [] if index in errors else all_ids[index] for index in prompts}, packed
 
-    def _pack_served(self, all_ids: Mapping[int, list[int]]) -> dict[int, bytes]:
-        """Return the packed ids of prompts that are found to be fine; `_check_token_ids` has to look at the others."""
-        given = {index: pack_ids(ids) for index, ids in all_ids.items()}
-        packed = {index: ids for index, ids in given.items() if ids is not None}
-        if not packed:
-            return {}
-        lengths = np.array([len(ids) // 4 for ids in packed.values()])
-        ids, starts = np.frombuffer(b"".join(packed.values()), np.int32), np.cumsum(lengths) - lengths
-        lowest, highest = np.minimum.reduceat(ids, starts), np.maximum.reduceat(ids, starts)
-        fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths <= self.longest_prompt)
-        return {index: packed[index] for index, one_fits in zip(packed, fits.tolist(), strict=True) if one_fits}
+    def _drop_unserved(self, packed: dict[int, bytes]) -> None:
+        """Take out the prompts with ids outside the vocabulary, and those that are too long."""
+        if packed:
+            lengths = np.array([*map(len, packed.values())]) // 4
+            ids, starts = np.frombuffer(b"".join(packed.values()), np.int32), np.cumsum(lengths) - lengths
+            lowest, highest = np.minimum.reduceat(ids, starts), np.maximum.reduceat(ids, starts)
+            fits = (lowest >= 0) & (highest < self.vocab_size) & (lengths <= self.longest_prompt)
+            for index in np.array([*packed])[~fits].tolist():
+                del packed[index]
 
     def _tokenize(
         self, prompts: Mapping[int, Prompt], add_special_tokens: bool, max_tokens: int | None, errors: Errors

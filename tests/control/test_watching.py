@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanoinfer import LLM, SamplingParams, StepEvent, StreamChunk
 from nanoinfer.control.step_events import StepEventListener
@@ -96,14 +97,13 @@ def test_other_threads_begin_and_end_while_one_generates(random_checkpoint: Chec
 def test_a_step_whose_launch_failed_is_never_taken_for_another() -> None:
     scheduler = make_scheduler()
     add_prompts(scheduler, [1, 2, 3])
-    events = StepEventListener(scheduler, None)
+    events = StepEventListener(scheduler, torch.device("cpu"))
     got: list[StepEvent] = []
-    events.callbacks.append(got.append)
     stale, unseen, seen = scheduler.schedule(), ScheduledBatch(), ScheduledBatch()
     events.launching(stale, 1.0)
     events.launched(unseen)
     events.collected(unseen, 2.0)
-    events.stepped()
+    got.extend(events.stepped())
     assert got == []
     events.failed()
     events.launching(seen, 3.0)
@@ -111,7 +111,7 @@ def test_a_step_whose_launch_failed_is_never_taken_for_another() -> None:
     events.launched(stale)
     events.collected(stale, 4.0)
     events.collected(seen, 5.0)
-    events.stepped()
+    got.extend(events.stepped())
     assert [(event.index, event.started, event.arrived) for event in got] == [(1, 3.0, 5.0)]
 
 
@@ -142,9 +142,8 @@ def test_a_preempted_sequence_counts_as_such_while_it_is_in_the_queue() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     scheduler.reserved_tokens = 0  # so that blocks run short
     first, second = add_prompts(scheduler, [1] * 7, [2] * 7, max_tokens=8)
-    scheduler.listener = events = StepEventListener(scheduler, None)
+    scheduler.listener = events = StepEventListener(scheduler, torch.device("cpu"))
     got: list[StepEvent] = []
-    events.callbacks.append(got.append)
 
     def step() -> tuple[int, int, int]:
         batch = scheduler.schedule()
@@ -153,7 +152,7 @@ def test_a_preempted_sequence_counts_as_such_while_it_is_in_the_queue() -> None:
         for seq in scheduler.update(batch, [0] * len(batch.sampled)):
             events.finished(seq)
         events.collected(batch, 2.0)
-        events.stepped()
+        got.extend(events.stepped())
         return got[-1].num_waiting, got[-1].num_preempted, got[-1].num_paused
 
     assert [step() for _ in range(3)] == [(0, 0, 0), (0, 0, 0), (1, 1, 0)], "the third block of the first"

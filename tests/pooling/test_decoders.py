@@ -18,7 +18,7 @@ from nanoinfer.checkpoint.pooling_config import ACTIVATIONS, HeadConfig
 from nanoinfer.checkpoint.sentence_transformers import read_pooling
 from nanoinfer.models import REGISTRY, get_model_class
 from nanoinfer.models.native_config import read_native_folder
-from nanoinfer.pooling_calls.calls import activate
+from nanoinfer.pooling_calls.pooled_output import activate
 from nanoinfer.runner.pooler import DenseLayer
 from tests.models.test_architectures import (
     ARCHITECTURES,

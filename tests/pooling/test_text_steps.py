@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from nanoinfer import LLM, PoolingParams
+from nanoinfer.engine import request_queue
 from nanoinfer.engine.preparer import Portions
-from nanoinfer.engine.request_queue import Inbox
+from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.pooling_calls import pooling_steps
-from nanoinfer.pooling_calls.calls import activate
+from nanoinfer.pooling_calls.pooled_output import PooledEmbedding, activate
 from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from tests.models.test_architectures import draw_options, save_random_model
 from tests.pooling.test_decoders import SMALL
@@ -75,6 +76,23 @@ def test_embeddings_are_those_of_the_scheduler(
     assert counts.num_prompt_tokens == counts.prefill_tokens == sum(map(len, MANY)) == both.prefill_tokens / 2
     assert counts.num_prefill_steps > 1
     assert both.num_used_blocks == 0
+
+
+def test_a_step_has_no_more_texts_than_fit_into_the_cache(
+    encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 300, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
+    pack, num_blocks = pooling_steps.pack_texts, []
+
+    def count(requests: list[Any], block_size: int) -> Any:
+        num_blocks.append(sum(-(-len(request.token_ids) // block_size) for request in requests))
+        return pack(requests, block_size)
+
+    monkeypatch.setattr(pooling_steps, "pack_texts", count)
+    with LLM(encoder("Bert"), **{**ENCODERS, **options}) as llm:
+        llm.embed(MANY, use_tqdm=False)
+    assert sum(num_blocks) == sum(-(-len(ids) // 16) for ids in MANY)
+    assert 10 < max(num_blocks) <= 12
 
 
 def test_labels_of_each_token_are_those_of_the_scheduler(tmp_path: Path, packed: list[int]) -> None:
@@ -217,6 +235,34 @@ def test_a_step_that_fails_leaves_a_usable_engine(
     assert all(np.array_equal(a.outputs.embedding, b.outputs.embedding) for a, b in zip(found, expected, strict=True))
 
 
+def run_to_the_end(queue: RequestQueue, inbox: Inbox) -> None:
+    while not inbox.is_complete:
+        queue.step()
+
+
+def test_texts_of_a_step_that_fails_are_computed_by_the_next_one_of_any_call(
+    encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(encoder("Bert"), **ENCODERS) as llm:
+        queue, inboxes = llm.pooling_calls.text_queue, [Inbox(), Inbox()]
+        expected = llm.embed([*PROMPTS, *PROMPTS], use_tqdm=False)
+        for inbox in inboxes:
+            portions = llm.pooling_calls.prepare(PooledEmbedding, PROMPTS)
+            queue.add_requests(portions.take(), inbox, llm.engine.reserved_ids.reserve(len(PROMPTS)))
+        queue.step()
+        for name in ("wait", "launch"):
+            with monkeypatch.context() as patch:
+                patch.setattr(llm.engine.runner, name, lambda *_: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    run_to_the_end(queue, inboxes[0])
+        queue.drop(inboxes[0])
+        run_to_the_end(queue, inboxes[1])
+        found = sorted(inboxes[1].outputs, key=lambda output: output.request_id)
+        assert is_close(found, [expected[index] for index in portions.order])
+        assert inboxes[0].outputs == []
+        assert llm.engine.is_finished()
+
+
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
@@ -279,13 +325,13 @@ def test_others_end_before_their_rows_are_taken(decoder: Path, packed: list[int]
 def test_what_others_cache_between_two_steps_is_forgotten(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(decoder, **{**DECODER, "num_kvcache_blocks": 24}) as llm:
         expected, before = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
-        pack, between = pooling_steps.pack_texts, []
+        step, between = PoolingSteps.step, []
 
-        def pack_after_others(*args: Any) -> Any:
+        def step_after_others(self: PoolingSteps) -> None:
             between.append(is_close(llm.embed(ALIKE, use_tqdm=False), before))
-            return pack(*args)
+            step(self)
 
-        monkeypatch.setattr(pooling_steps, "pack_texts", pack_after_others)
+        monkeypatch.setattr(PoolingSteps, "step", step_after_others)
         assert is_close(llm.embed(MANY, use_tqdm=False), expected)
     assert all(between)
     assert len(between) > 3
@@ -296,10 +342,10 @@ def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, 
     with LLM(decoder, **DECODER) as llm:
         expected = watched(llm, lambda: llm.embed(texts, use_tqdm=False))
         assert not packed
-        prepared = llm.pooling_calls.prepare_embeddings(texts).take()
+        prepared = llm.pooling_calls.prepare(PooledEmbedding, texts).take()
         portions = Portions(lambda indices, _: [prepared[index] for index in indices], range(len(texts)), 256)
-        found = llm.pooling_calls.pooling_steps.complete(portions, llm.pooling_calls.outputs_of_texts, lambda _: None)
-        order = llm.pooling_calls.prepare_embeddings(texts).order
+        found: list[Any] = llm.pooling_calls.text_queue.complete(portions, lambda _: None)
+        order = llm.pooling_calls.prepare(PooledEmbedding, texts).order
     assert is_close([found[order.index(index)] for index in range(len(texts))], expected)
     assert sum(packed) == 2 * len(MANY)
 
@@ -307,7 +353,7 @@ def test_a_long_text_among_later_ones_goes_through_the_scheduler(decoder: Path, 
 def test_requests_of_others_that_are_paused_give_up_their_rows(decoder: Path, packed: list[int]) -> None:
     with LLM(decoder, **DECODER) as llm:
         expected, expected_alike = llm.embed(MANY, use_tqdm=False), llm.embed(ALIKE, use_tqdm=False)
-        portions, inbox = llm.pooling_calls.prepare_embeddings(ALIKE), Inbox()
+        portions, inbox = llm.pooling_calls.prepare(PooledEmbedding, ALIKE), Inbox()
         ids = llm.queue.add_requests(portions.take(), inbox)
         llm.pause(ids)
         assert is_close(llm.embed(MANY, use_tqdm=False), expected)
@@ -334,7 +380,7 @@ def test_an_interrupt_leaves_nothing_behind(encoder: Callable[[str], Path], monk
                     raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(pooling_steps, "postponed_interrupt", interrupted)
+                patch.setattr(request_queue, "postponed_interrupt", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     llm.embed(MANY, use_tqdm=False)
             assert llm.queue.engine.is_finished()

@@ -2,6 +2,7 @@
 
 from array import array
 
+from nanoinfer.engine.engine import Recipient
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, SHORT_ANSWER_TOKENS, Dispatcher, QueuedRequest, expected_work
 from nanoinfer.sampling_params import SamplingParams
@@ -13,7 +14,7 @@ def make_request(
 ) -> QueuedRequest:
     params = SamplingParams(max_tokens=work, n=n)
     prepared = PreparedRequest(prompt=None, token_ids=prompt or [1], sampling_params=params, priority=priority)
-    return QueuedRequest(request_id, prepared, work * n)
+    return QueuedRequest(request_id, prepared, Recipient([]), work * n)
 
 
 def alike(number: int, *own: int) -> list[int]:

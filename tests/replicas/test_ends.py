@@ -143,7 +143,7 @@ def test_a_stream_with_tokens_of_a_replica_that_dies_ends_with_an_error(random_c
     with llm:
         stream = llm.stream(PROMPTS[:2], LONG)
         first = next(stream)
-        kill(pids[llm.engine._requests[first.request_id].queued.replica])
+        kill(pids[llm.engine._requests[first.request_id].replica])
         with pytest.warns(RuntimeWarning, match="and 1 streams end with an error"):
             reasons = {chunk.index: chunk.finish_reason for chunk in stream}
     assert reasons == {first.index: "error", 1 - first.index: "length"}
@@ -162,7 +162,7 @@ def test_a_sample_whose_last_chunk_came_gets_no_other_one_when_its_replica_dies(
         for chunk in llm.stream(prompts, replace(params, stop_token_ids=[stop])):
             chunks.append(chunk)
             if chunk.finish_reason == "stop":
-                kill(pids[llm.engine._requests[chunk.request_id].queued.replica])
+                kill(pids[llm.engine._requests[chunk.request_id].replica])
     ends = [(chunk.sample, chunk.finish_reason) for chunk in chunks if chunk.finish_reason]
     assert ends == [(0, "stop"), (1, "error")]
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nanoinfer import tiny_model_path
+from nanoinfer.engine.engine import Recipient
 from nanoinfer.engine.prompt_logprobs import PromptLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
@@ -22,13 +23,13 @@ PROMPTS = [[*ONE, 1, 2], [3], [*OTHER, 4], [*ONE, 1, 5, 6], ONE[:PREFIX_TOKENS],
 
 def queued_requests(prompts: list[list[int]], params: list[SamplingParams]) -> list[QueuedRequest]:
     return [
-        QueuedRequest(index, PreparedRequest(prompt=None, token_ids=ids, sampling_params=one), work=1)
+        QueuedRequest(index, PreparedRequest(prompt=None, token_ids=ids, sampling_params=one), Recipient([]), work=1)
         for index, (ids, one) in enumerate(zip(prompts, params, strict=True))
     ]
 
 
 def sent(queued: list[QueuedRequest]) -> tuple[Any, list[PreparedRequest]]:
-    message = pickle.loads(pickle.dumps(pack_requests(queued, [False] * len(queued))))
+    message = pickle.loads(pickle.dumps(pack_requests(queued)))
     return message, [received.prepared for received in unpack_requests(message, print)]
 
 
@@ -43,9 +44,9 @@ def test_the_texts_of_a_prompts_tokens_do_not_go_through_the_pipe() -> None:
     output = RequestOutput(0, None, [], 0, [CompletionOutput(0, "", [], "stop")], prompt_logprobs=of_prompt)
     message = pickle.loads(pickle.dumps(pack_outputs([output])))
     queued = queued_requests([token_ids], [SamplingParams(prompt_logprobs=0)])
-    [found] = unpack_outputs(message, queued, [0.0], tokenizer)
+    [(_, found)] = unpack_outputs(message, dict(enumerate(queued)), tokenizer)
     assert made == []
-    entries = found.prompt_logprobs if found else None
+    entries = found.prompt_logprobs
     assert entries is not None
     assert [entry and entry[token_id].decoded_token for entry, token_id in zip(entries, token_ids, strict=True)] == [
         None,

@@ -23,7 +23,7 @@ from nanoinfer import (
     tiny_model_path,
 )
 from nanoinfer.batch.batch_job import run_batch
-from nanoinfer.engine.interfaces import ReservedIds
+from nanoinfer.engine.engine import ReservedIds
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.metrics import StepEvent

@@ -17,6 +17,7 @@ from nanoinfer import LLM, PoolingParams, RequestError, SamplingParams, tiny_mod
 from nanoinfer.engine.hidden_states_request import ChunkStates, HiddenStatesRequest
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.pooling_calls.pooled_output import PooledEmbedding
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.replicas.packed_outputs import keep_states, unpack_states
 from tests.pooling.test_decoders import assert_close, embeddings
@@ -135,7 +136,7 @@ def test_what_cannot_be_served_is_refused(two: LLM) -> None:
 
 def test_aborted_texts_have_values_of_nan(two: LLM) -> None:
     inbox = Inbox()
-    ids = two.queue.add_requests(two.pooling_calls.prepare_embeddings(["1", "2"], at_once=True).take(), inbox)
+    ids = two.queue.add_requests(two.pooling_calls.prepare(PooledEmbedding, ["1", "2"], at_once=True).take(), inbox)
     two.abort(ids[:1])
     while not inbox.is_complete:
         two.queue.step()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanoinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
-from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.engine import Engine
 
 NAN = float("nan")
 SHORT = SamplingParams(temperature=0, max_tokens=4)
@@ -98,7 +98,7 @@ def test_bad_prompts_come_back_in_their_places_and_the_rest_is_answered(
 
 
 def test_a_call_in_which_nothing_can_be_served_runs_no_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(LLMEngine, "step")
+    monkeypatch.delattr(Engine, "step")
     outputs = llm.generate([NAN, ""], SamplingParams(n=3), use_tqdm=False, on_error="return")
     assert [[sample.finish_reason for sample in output.outputs] for output in outputs] == [["error"] * 3] * 2
 
