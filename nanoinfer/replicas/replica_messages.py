@@ -8,7 +8,8 @@ Outputs are packed and unpacked in `packed_outputs.py`.
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
 
+_unhashed_options = attrgetter(*(item.name for item in fields(SamplingParams) if item.hash is False))
 REASONS = ("stop", "length", "abort", "error", None)  # finish_reason by number; None of a chunk that is not the last
 
 
@@ -175,7 +177,7 @@ def distinct_params(all_params: Sequence[SamplingParams]) -> tuple[list[Sampling
     for params in all_params:
         place = places.get(id(params))
         if place is None:
-            is_hashed = not (params.logit_bias or params.structured_outputs or params.logits_processors)
+            is_hashed = not any(_unhashed_options(params))
             place = places.get(params) if is_hashed else None
             if place is None:
                 place = len(distinct)
