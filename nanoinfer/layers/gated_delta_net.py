@@ -16,6 +16,7 @@ from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, wide_rows
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.delta_rule.spec import gated_delta_prefill, gated_delta_step
+from nanoinfer.ops.delta_rule_lines.spec import gated_delta_lines
 
 
 class LinearAttentionProjection(ColumnParallelLinear):
@@ -142,10 +143,16 @@ class GatedDeltaNet(nn.Module):
     def mix(
         self, projected: tuple[Tensor, Tensor], rows: Tensor, positions: Tensor, metadata: Metadata, states: LayerStates
     ) -> Tensor:
-        """Return the inputs of `out_proj`, (num_tokens, size). projected: see `project`. rows: of the states."""
+        """Return the inputs of `out_proj`, (num_tokens, size). projected: see `project`. rows: of the states.
+
+        Nothing may be pending in rows of a prefill step, nor of a decode step that computes one token of each.
+        """
         qkvz, ba = projected
         weights = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps
         layer = states.matrices, states.conv_inputs, *weights
         if isinstance(metadata, PrefillMetadata):
             return gated_delta_prefill(qkvz, ba, rows, metadata.query_lens, metadata.context_lens, *layer)
-        return gated_delta_step(qkvz, ba, rows, positions, *layer)
+        if metadata.num_row_tokens is None:
+            return gated_delta_step(qkvz, ba, rows, positions, *layer)
+        assert states.pending is not None, "states for rows of several tokens are allocated with room for pending ones"
+        return gated_delta_lines(qkvz, ba, rows, positions, metadata.num_row_tokens, states.pending, *layer)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
-from nanoinfer.engine.packet import DeviceSections, Header, HostSections
+from nanoinfer.engine.packet import DeviceSections, Header, HostSections, column
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
@@ -52,7 +52,11 @@ class DeviceState:
             self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:
                 self.routing_table.copy_blocks(on_device.block_copies)
+        states = self.tables.recurrent_states
         if header.counts["kept_states"] or header.counts["restored_states"]:
-            assert self.tables.recurrent_states is not None, "states are copied for a model that has none"
+            assert states is not None, "states are copied for a model that has none"
             # Saved to snapshots before others are restored from them.
-            self.tables.recurrent_states.copy(on_host.kept_states.tolist() + on_host.restored_states.tolist())
+            states.copy(on_host.kept_states.tolist() + on_host.restored_states.tolist())
+        if states is not None and states.pending is not None and header.counts["row_records"]:
+            # After the copies: the state of a row may be kept, and the row given to another sequence, in one step.
+            states.begin(column(on_device, "row_records", "row"))

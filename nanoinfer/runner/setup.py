@@ -209,8 +209,8 @@ class Setup:
         config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
         sizes = limits.num_blocks, block_size, self.kv_cache_dtype
         kv_cache = memory.allocate_kv_cache(self.groups, *sizes, self.device)
-        num_states = limits.max_num_seqs + num_snapshots(limits.groups)
-        states = self.states.allocate(num_states, self.device) if self.states else None
+        num_states = limits.max_num_seqs, num_snapshots(limits.groups)
+        states = self.states.allocate(*num_states, self.device) if self.states else None
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, self.tp, mode)

@@ -71,7 +71,7 @@ def num_bytes(config: BaseModelConfig, tp: TensorParallel) -> dict[str, Any]:
             states.num_snapshots(256, FREE_BYTES),
             states.num_snapshots(1, 2**28),
         ]
-        found["states"] = [states.num_bytes, *counts]
+        found["states"] = [states.row_bytes, *counts]
     return found
 
 

@@ -11,6 +11,8 @@ causal convolution and SiLU go over queries, keys and values, and queries and ke
 In chunks of 64 tokens the same becomes products of matrices (the UT transform, Yang et al. 2024, "Parallelizing linear
 transformers with the delta rule"): what each token of a chunk writes follows from a triangular system, and only the
 state between chunks is computed in turn.
+
+`delta_rule_lines/spec.py` has decode steps that compute several tokens of each row, not all of which may count.
 """
 
 from itertools import accumulate
@@ -57,15 +59,15 @@ def gated_delta_step(
     window = [
         torch.where((position >= 0).unsqueeze(1), conv_inputs[places, position % width], 0) for position in earlier
     ]
-    q, k, v = _split_heads(_convolve([*window, x], conv_weight), matrices)
+    q, k, v = split_heads(convolve([*window, x], conv_weight), matrices)
     conv_inputs[places, positions % width] = x
-    g, beta = _gates(ba, a_log, dt_bias)
+    g, beta = gates(ba, a_log, dt_bias)
     state = torch.where((positions > 0)[:, None, None, None], matrices[places], 0) * g.exp()[..., None, None]
     delta = (v - (state * k.unsqueeze(-1)).sum(-2)) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)  # (num_rows, heads, key_head_dim, value_head_dim)
     matrices[places] = state
     out = (state * q.unsqueeze(-1)).sum(-2)
-    return _gated_norm(out.to(x.dtype), z, norm_weight, eps)
+    return gated_norm(out.to(x.dtype), z, norm_weight, eps)
 
 
 @op
@@ -93,14 +95,14 @@ def gated_delta_prefill(
     x, z = qkvz[:, :num_channels], qkvz[:, num_channels:]
     layout = _layout_of(query_lens, context_lens, x.device)
     places = rows.long()
-    convolved = _convolve(_conv_windows(x, layout, places, conv_inputs), conv_weight)
+    convolved = convolve(_conv_windows(x, layout, places, conv_inputs), conv_weight)
     _keep_conv_inputs(x, layout, places, conv_inputs)
-    q, k, v = _split_heads(convolved, matrices)
-    g, beta = _gates(ba, a_log, dt_bias)
+    q, k, v = split_heads(convolved, matrices)
+    g, beta = gates(ba, a_log, dt_bias)
     begun = (layout.starts > 0)[:, None, None, None]
     initial = torch.where(begun, matrices[places], 0)
     out, matrices[places] = chunked_delta_rule(q, k, v, g, beta, initial, query_lens)
-    return _gated_norm(out.to(x.dtype), z, norm_weight, eps)
+    return gated_norm(out.to(x.dtype), z, norm_weight, eps)
 
 
 class Layout(NamedTuple):
@@ -149,7 +151,7 @@ def _keep_conv_inputs(x: Tensor, layout: Layout, places: Tensor, conv_inputs: Te
         conv_inputs[places, (layout.starts + last) % width] = x[layout.firsts + last]
 
 
-def _convolve(windows: list[Tensor], weight: Tensor) -> Tensor:
+def convolve(windows: list[Tensor], weight: Tensor) -> Tensor:
     """Return silu(sum of inputs x weights), each rounded to the dtype of the inputs: (num_tokens, conv_size)."""
     total = torch.zeros_like(windows[-1], dtype=torch.float32)
     for inputs, column in zip(windows, weight.unbind(1), strict=True):
@@ -157,7 +159,7 @@ def _convolve(windows: list[Tensor], weight: Tensor) -> Tensor:
     return F.silu(total.to(windows[-1].dtype))
 
 
-def _split_heads(convolved: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(convolved: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values for each value head in float32, queries and keys normalised.
 
     Each is (num_tokens, num_value_heads, key_head_dim or value_head_dim).
@@ -172,14 +174,14 @@ def _split_heads(convolved: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor, T
     return q, k, v.unflatten(1, (num_heads, value_dim))
 
 
-def _gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return g, the logarithm of the decay, and beta: (num_tokens, num_value_heads) float32 each."""
     b, a = ba.chunk(2, dim=1)
     g = -a_log.exp() * F.softplus(a.float() + dt_bias)
     return g, b.sigmoid().float()
 
 
-def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return each head's RMSNorm times silu(z), (num_tokens, value_size). out: (num_tokens, num_value_heads, dim).
 
     The norm is rounded before it is multiplied by its weight, and after.
