@@ -6,36 +6,18 @@ have graphs of their own, which are captured when they are first needed.
 """
 
 import logging
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanoinfer.device import capturing
-from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW
 
 logger = logging.getLogger("nanoinfer")
 
-
-class Forward(Protocol):
-    """Computes a decode step; for the arguments, see `StepTables.decode_step`."""
-
-    def __call__(
-        self,
-        rows: Tensor,
-        shared_prefixes: SharedPrefixes | None,
-        num_tokens: int = 1,
-        num_row_tokens: Tensor | None = None,
-    ) -> None: ...
-
-
-class GraphKey(NamedTuple):
-    """Says which steps run in a graph."""
-
-    size: int  # rows, with padding
-    shares_prefixes: bool
-    num_tokens: int = 1  # of each row
+Forward = Callable[[DecodeBatch], None]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -73,64 +55,48 @@ class DecodeGraphs:
         is_warm: bool = False,
     ) -> None:
         self._forward = forward
-        # What the graphs read, a line for each tensor: the rows, the two of SharedPrefixes, tokens of each row.
-        padding = torch.tensor([[PADDING_ROW], [0], [0], [1]], dtype=torch.int32, device=device)
-        self._padding = padding.repeat(1, max(sizes))
-        self._inputs = self._padding.clone()
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        # What the graphs read of each row: the row, the two numbers of SharedPrefixes, how many tokens it has.
+        padding = torch.tensor([PADDING_ROW, 0, 0, 1], dtype=torch.int32, device=device)
+        self._padding = [number.repeat(max(sizes)) for number in padding]
+        self._inputs = [numbers.clone() for numbers in self._padding]
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # by the arguments of `_capture`
         self._size_for = {False: _next_sizes(sizes), True: _next_sizes(sharing_sizes)}
-        self._size_of_several_tokens = _next_sizes(several_tokens_graph_sizes(sizes))
+        self._size_for_several_tokens = _next_sizes(several_tokens_graph_sizes(sizes))
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in sorted(sizes, reverse=True):
-            key = GraphKey(size, shares_prefixes=False)
-            self._graphs[key] = self._capture(key, is_warm)
+            self._graphs[size, 1, False] = self._capture(size, num_tokens=1, shares_prefixes=False, is_warm=is_warm)
 
-    def replay(
-        self,
-        rows: Tensor,
-        shared_prefixes: SharedPrefixes | None,
-        num_tokens: int = 1,
-        num_row_tokens: Tensor | None = None,
-    ) -> None:
-        """Run `forward` for these rows (num_rows,) int32, and for padding after them."""
+    def replay(self, batch: DecodeBatch) -> None:
+        """Run `forward` for the rows of a batch, and for padding after them."""
+        rows, shared_prefixes, num_tokens, num_row_tokens = batch
         shares_prefixes = shared_prefixes is not None
-        sizes = self._size_of_several_tokens if num_tokens > 1 else self._size_for[shares_prefixes]
-        key = GraphKey(sizes[len(rows)], shares_prefixes, num_tokens)
+        sizes = self._size_for[shares_prefixes] if num_tokens == 1 else self._size_for_several_tokens
+        size = sizes[len(rows)]
+        key = size, num_tokens, shares_prefixes
         if key not in self._graphs:
-            logger.info(
-                "capturing the CUDA graph of decode steps of up to %d rows%s%s",
-                key.size,
-                " that share prefixes" if shares_prefixes else "",
-                f", with {num_tokens} tokens each" if num_tokens > 1 else "",
-            )
-            self._graphs[key] = self._capture(key)
-        self._enter(0, rows, key.size)
-        if shared_prefixes is not None:
-            self._enter(1, shared_prefixes.num_shared_blocks, key.size)
-            self._enter(2, shared_prefixes.num_sharers, key.size)
-        if num_row_tokens is not None:
-            self._enter(3, num_row_tokens, key.size)
+            which = f"{size} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
+            logger.info("capturing the CUDA graph of decode steps of up to %s", which)
+            self._graphs[key] = self._capture(*key)
+        given = rows, *(shared_prefixes or (None, None)), num_row_tokens
+        for numbers, inputs, padding in zip(given, self._inputs, self._padding, strict=True):
+            if numbers is not None:
+                torch.cat((numbers, padding[len(rows) : size]), out=inputs[:size])
         self._graphs[key].replay()
 
-    def _enter(self, line: int, numbers: Tensor, size: int) -> None:
-        """Copy what a step has of each row to where the graphs read it, and padding after it."""
-        torch.cat((numbers, self._padding[line, len(numbers) : size]), out=self._inputs[line, :size])
-
-    def _capture(self, key: GraphKey, is_warm: bool = False) -> torch.cuda.CUDAGraph:
-        self._inputs.copy_(self._padding)
-        rows, *shared, num_row_tokens = self._inputs[:, : key.size]
-        step = (
-            rows,
-            SharedPrefixes(*shared) if key.shares_prefixes else None,
-            key.num_tokens,
-            num_row_tokens if key.num_tokens > 1 else None,
-        )
+    def _capture(
+        self, size: int, num_tokens: int, shares_prefixes: bool, is_warm: bool = False
+    ) -> torch.cuda.CUDAGraph:
+        for inputs, padding in zip(self._inputs, self._padding, strict=True):
+            inputs.copy_(padding)
+        rows, *shared, num_row_tokens = (inputs[:size] for inputs in self._inputs)
+        shared_prefixes = SharedPrefixes(*shared) if shares_prefixes else None
+        batch = DecodeBatch(rows, shared_prefixes, num_tokens, num_row_tokens if num_tokens > 1 else None)
         if not is_warm:
-            self._forward(*step)  # compiles and warms up outside the capture
+            self._forward(batch)  # compiles and warms up outside the capture
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._pool):
-            self._forward(*step)
+            self._forward(batch)
         self._pool = self._pool or graph.pool()
         return graph
 

@@ -19,7 +19,7 @@ from nanoinfer.engine.found import Found
 from nanoinfer.engine.packet import DeviceSections, Header, HostSections, Packet, column, read_header
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.interface import Model
 from nanoinfer.runner.device_state import DeviceState
@@ -95,7 +95,7 @@ class ModelRunner:
         rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
-        forward(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)
+        forward(DecodeBatch(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None))
         host_rows = column(on_host, "decode_rows", "row").tolist()
         return LaunchedStep(rows.long(), host_rows, found=[])
 
@@ -118,20 +118,12 @@ class ModelRunner:
                 event=record_event(self.device),
             )
 
-    def decode(
-        self,
-        rows: Tensor,
-        shared_prefixes: SharedPrefixes | None,
-        num_tokens: int = 1,
-        num_row_tokens: Tensor | None = None,
-    ) -> None:
-        """Compute `num_tokens` tokens of each row, from the tables to the logits. A CUDA graph captures this.
-
-        For the arguments, see `StepTables.decode_step`.
-        """
-        if shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
-            shared_prefixes = SharedPrefixes(*(column.contiguous() for column in shared_prefixes))
-        self.forward(self.planned(self.state.tables.decode_step(rows, shared_prefixes, num_tokens, num_row_tokens)))
+    def decode(self, batch: DecodeBatch) -> None:
+        """Compute the tokens of a batch, from the tables to the logits: a CUDA graph captures it."""
+        if batch.shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
+            shared = SharedPrefixes(*(column.contiguous() for column in batch.shared_prefixes))
+            batch = batch._replace(shared_prefixes=shared)
+        self.forward(self.planned(self.state.tables.decode_step(batch)))
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Compute a planned step up to its logits; return its hidden states (num_tokens, hidden_size)."""

@@ -13,9 +13,9 @@ from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.recurrent_states import RecurrentStates
 from nanoinfer.engine.packet import DeviceSections, Header, column
 from nanoinfer.layers.attention.metadata import (
+    DecodeBatch,
     DecodeMetadata,
     PrefillMetadata,
-    SharedPrefixes,
     cumulative_lens,
     ragged_indices,
 )
@@ -106,29 +106,19 @@ class StepTables:
             more_attention=more,
         )
 
-    def decode_step(
-        self,
-        rows: Tensor,
-        shared_prefixes: SharedPrefixes | None = None,
-        num_tokens: int = 1,
-        num_row_tokens: Tensor | None = None,
-    ) -> ForwardStep:
-        """Return the step that computes the newest token of each row, and maybe some that follow it in `token_ids`.
-
-        rows: (num_rows,) int32; may contain PADDING_ROW. shared_prefixes: which of them begin with the same blocks.
-        num_tokens, num_row_tokens: see `DecodeMetadata`.
-        """
-        tables, several = (self.token_ids, self.context_lens), (num_tokens, num_row_tokens)
-        block_size = self.kv_cache.block_size
-        read = [read_rows(rows, *tables, block_tables, block_size, *several) for block_tables in self.tables]
+    def decode_step(self, batch: DecodeBatch) -> ForwardStep:
+        """Return the step that computes the newest token of each row, and maybe some that follow it in `token_ids`."""
+        tables, block_size = (batch.rows, self.token_ids, self.context_lens), self.kv_cache.block_size
+        several = batch.num_tokens, batch.num_row_tokens
+        read = [read_rows(*tables, block_tables, block_size, *several) for block_tables in self.tables]
         token_ids, positions, slots, context_lens, blocks = read[0]
         return ForwardStep(
             token_ids=token_ids,
             positions=positions,
             kv_cache=self.kv_cache,
-            attention=DecodeMetadata(slots, context_lens, blocks, shared_prefixes, *several),
+            attention=DecodeMetadata(slots, context_lens, blocks, batch.shared_prefixes, *several),
             recurrent_states=self.recurrent_states,
-            rows=rows,
+            rows=batch.rows,
             more_attention=tuple(
                 DecodeMetadata(slots, lens, blocks, None, *several) for _, _, slots, lens, blocks in read[1:]
             ),

@@ -96,7 +96,7 @@ def test_a_decode_step_of_256_rows_calls_no_more_functions(
 
     most_with_blocks: of a step in which every row takes another block.
     """
-    monkeypatch.setattr(llm.engine.runner.model_runner, "decode", lambda rows, shared_prefixes: None)
+    monkeypatch.setattr(llm.engine.runner.model_runner, "decode", lambda batch: None)
     add_requests(llm, NUM_ROWS, options)
     for _ in range(4):  # the prompts', and the first decode steps
         llm.step()

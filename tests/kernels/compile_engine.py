@@ -123,7 +123,7 @@ def select_backend(
 def run_steps(runner: Any, max_num_seqs: int) -> None:
     """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
     from nanoinfer.layers.attention import triton
-    from nanoinfer.layers.attention.metadata import SharedPrefixes
+    from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
     from nanoinfer.models.execution import compiling_few_rows
     from nanoinfer.runner.cuda_graphs import graph_sizes
     from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
@@ -138,12 +138,12 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
             runner.setup.run_largest_prefills(steps, runner.limits)
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
-                steps.decode(rows, None)
+                steps.decode(DecodeBatch(rows))
             steps.state.kv_cache.copy_blocks(torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
                 compute_logprobs(steps.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)
             if runner.limits.max_prefix_sharers > 1:
-                steps.decode(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows)))
+                steps.decode(DecodeBatch(rows, SharedPrefixes(torch.zeros_like(rows), torch.zeros_like(rows))))
     finally:
         del torch.Tensor.is_cuda
 

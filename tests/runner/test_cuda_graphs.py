@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer import device
-from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner import cuda_graphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 
@@ -42,15 +42,10 @@ class Forward:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
         monkeypatch.setattr(cuda_graphs, "capturing", capture)
 
-    def __call__(
-        self,
-        rows: Tensor,
-        shared_prefixes: SharedPrefixes | None,
-        num_tokens: int = 1,
-        num_row_tokens: Tensor | None = None,
-    ) -> None:
-        assert (num_tokens > 1) == (num_row_tokens is not None)
-        self.calls.append((rows, *(shared_prefixes or ()), *([] if num_row_tokens is None else [num_row_tokens])))
+    def __call__(self, batch: DecodeBatch) -> None:
+        assert (batch.num_tokens > 1) == (batch.num_row_tokens is not None)
+        row_tokens = [] if batch.num_row_tokens is None else [batch.num_row_tokens]
+        self.calls.append((batch.rows, *(batch.shared_prefixes or ()), *row_tokens))
 
 
 def int32(*numbers: int) -> Tensor:
@@ -62,7 +57,7 @@ def test_a_step_runs_in_the_smallest_graph_that_holds_it_padded(monkeypatch: pyt
     graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"))
     assert [len(rows) for (rows,) in forward.calls] == [4, 4, 2, 2, 1, 1], "each warms up, then is captured"
     for rows in ((7, 5, 9), (3,), (6, 8)):
-        graphs.replay(int32(*rows), None)
+        graphs.replay(DecodeBatch(int32(*rows), None))
     assert forward.replays == [[[7, 5, 9, -1]], [[3]], [[6, 8]]]
 
 
@@ -70,9 +65,11 @@ def test_warm_graphs_are_captured_without_a_run_before(monkeypatch: pytest.Monke
     forward = Forward(monkeypatch)
     graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"), is_warm=True)
     assert [len(rows) for (rows,) in forward.calls] == [4, 2, 1]
-    graphs.replay(int32(7, 5), None)
+    graphs.replay(DecodeBatch(int32(7, 5), None))
     assert forward.replays == [[[7, 5]]]
-    graphs.replay(int32(7, 5), SharedPrefixes(int32(2, 2), int32(2, 0)))  # of which the process may have had none
+    graphs.replay(
+        DecodeBatch(int32(7, 5), SharedPrefixes(int32(2, 2), int32(2, 0)))
+    )  # of which the process may have had none
     assert [len(rows) for rows, *_ in forward.calls[3:]] == [4, 4]
 
 
@@ -81,14 +78,14 @@ def test_a_step_that_shares_prefixes_has_a_graph_of_its_own_which_is_captured_on
 ) -> None:
     forward = Forward(monkeypatch)
     graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"))
-    graphs.replay(int32(7, 5, 9), SharedPrefixes(int32(2, 2, 0), int32(2, 0, 0)))
-    graphs.replay(int32(3, 1), SharedPrefixes(int32(5, 5), int32(2, 0)))
+    graphs.replay(DecodeBatch(int32(7, 5, 9), SharedPrefixes(int32(2, 2, 0), int32(2, 0, 0))))
+    graphs.replay(DecodeBatch(int32(3, 1), SharedPrefixes(int32(5, 5), int32(2, 0))))
     assert [len(rows) for rows, *_ in forward.calls[6:]] == [4, 4]
     assert forward.replays == [
         [[7, 5, 9, -1], [2, 2, 0, 0], [2, 0, 0, 0]],
         [[3, 1, -1, -1], [5, 5, 0, 0], [2, 0, 0, 0]],  # nothing is left of the step before
     ]
-    graphs.replay(int32(3, 1), None)
+    graphs.replay(DecodeBatch(int32(3, 1), None))
     assert forward.replays[-1] == [[3, 1]]
 
 
@@ -96,13 +93,13 @@ def test_graphs_of_sharing_steps_warm_up_on_padding_whatever_ran_before(monkeypa
     forward = Forward(monkeypatch)
     seen = []
 
-    def note(rows: Tensor, shared_prefixes: SharedPrefixes | None, *several: Any) -> None:
-        seen.append([column.tolist() for column in (rows, *(shared_prefixes or ()))])
-        forward(rows, shared_prefixes, *several)
+    def note(batch: DecodeBatch) -> None:
+        seen.append([column.tolist() for column in (batch.rows, *(batch.shared_prefixes or ()))])
+        forward(batch)
 
     graphs = DecodeGraphs(note, [2], [2], torch.device("cpu"))
-    graphs.replay(int32(7, 5), None)
-    graphs.replay(int32(7, 5), SharedPrefixes(int32(1, 1), int32(2, 0)))
+    graphs.replay(DecodeBatch(int32(7, 5), None))
+    graphs.replay(DecodeBatch(int32(7, 5), SharedPrefixes(int32(1, 1), int32(2, 0))))
     assert seen[2:] == [[[-1, -1], [0, 0], [0, 0]]] * 2
 
 
@@ -110,11 +107,11 @@ def test_steps_of_several_tokens_a_row_have_a_graph_for_each_number_of_them(monk
     """Padding rows have one token. Fewer batch sizes have graphs than of one token: none of three rows here."""
     forward = Forward(monkeypatch)
     graphs = DecodeGraphs(forward, [1, 2, 3, 4], [4], torch.device("cpu"), is_warm=True)
-    graphs.replay(int32(7, 5, 9), None, 2, int32(2, 1, 2))
-    graphs.replay(int32(3), None, 2, int32(2))
-    graphs.replay(int32(8, 7, 6), None, 2, int32(1, 1, 2))
-    graphs.replay(int32(7, 5, 9), SharedPrefixes(int32(2, 2, 0), int32(2, 0, 0)), 4, int32(4, 4, 3))
-    graphs.replay(int32(7, 5, 9), None)
+    graphs.replay(DecodeBatch(int32(7, 5, 9), None, 2, int32(2, 1, 2)))
+    graphs.replay(DecodeBatch(int32(3), None, 2, int32(2)))
+    graphs.replay(DecodeBatch(int32(8, 7, 6), None, 2, int32(1, 1, 2)))
+    graphs.replay(DecodeBatch(int32(7, 5, 9), SharedPrefixes(int32(2, 2, 0), int32(2, 0, 0)), 4, int32(4, 4, 3)))
+    graphs.replay(DecodeBatch(int32(7, 5, 9), None))
     assert [len(rows) for rows, *_ in forward.calls[4:]] == [4, 4, 1, 1, 4, 4], "each warms up, then is captured"
     assert forward.replays == [
         [[7, 5, 9, -1], [2, 1, 2, 1]],

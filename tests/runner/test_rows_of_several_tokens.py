@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoinfer import LLM
 from nanoinfer.device import computing
+from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.model_runner import ModelRunner
 from tests.models.test_architectures import save_random_model
@@ -37,9 +38,9 @@ def write(folder: Path, architecture: str) -> None:
 def logits_of(runner: ModelRunner, lens: Tensor, rows: Tensor, *several: Any) -> Tensor:
     """The logits of a decode step of rows that know so many tokens."""
     runner.state.tables.context_lens[rows.long()] = lens
-    runner.decode(rows, *several or (None,))
-    num_lines = len(rows) * (several[1] if several else 1)
-    return runner.state.buffers.logits[:num_lines].clone()
+    batch = DecodeBatch(rows, None, *several)
+    runner.decode(batch)
+    return runner.state.buffers.logits[: len(rows) * batch.num_tokens].clone()
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -75,7 +76,7 @@ def test_logits_of_several_tokens_a_row_are_those_of_single_steps(
             lens = torch.full_like(going, length)
             for row, logits in zip(going.tolist(), logits_of(runner, lens, going), strict=True):
                 single[row, length] = logits
-        logits = logits_of(runner, known_lens, rows[num_rows:], None, most, counts).unflatten(0, (num_rows, most))
+        logits = logits_of(runner, known_lens, rows[num_rows:], most, counts).unflatten(0, (num_rows, most))
         for row, (known, count) in enumerate(zip(KNOWN, COUNTS, strict=True)):
             for token in range(count):
                 torch.testing.assert_close(logits[row, token], single[row, known + token], rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from nanoinfer.caches.cache_groups import CacheGroups, LayerKind
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import DeviceSections, Header
-from nanoinfer.layers.attention.metadata import SharedPrefixes
+from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
@@ -42,7 +42,7 @@ def one_hot(*ids: int) -> Tensor:
 
 
 def test_a_decode_step_computes_the_newest_token_of_each_row(tables: StepTables) -> None:
-    step = tables.decode_step(torch.tensor([2, 0]))
+    step = tables.decode_step(DecodeBatch(torch.tensor([2, 0])))
     assert step.token_ids.tolist() == [24, 11]
     assert step.positions.tolist() == [4, 1]
     assert step.attention.slot_mapping.tolist() == [9 * 4, 7 * 4 + 1]
@@ -54,7 +54,7 @@ def test_a_step_of_several_tokens_computes_those_that_follow_the_newest_one(tabl
     """Three tokens are proposed after row 2's newest one, and two of them are computed; row 0 has only its newest."""
     tables.token_ids[2, 5:8] = torch.tensor([25, 26, 27])
     counts = torch.tensor([3, 1, 2], dtype=torch.int32)
-    step = tables.decode_step(torch.tensor([2, 0, PADDING_ROW]), None, 3, counts)
+    step = tables.decode_step(DecodeBatch(torch.tensor([2, 0, PADDING_ROW]), None, 3, counts))
     assert step.token_ids.tolist() == [24, 25, 26, 11, 11, 11, 0, 0, 0]
     assert step.positions.tolist() == [4, 5, 6, 1, 1, 1, 0, 0, 0]
     assert step.attention.slot_mapping.tolist() == [9 * 4, 9 * 4 + 1, 9 * 4 + 2, 7 * 4 + 1, -1, -1, -1, -1, -1]
@@ -77,8 +77,8 @@ def test_a_prefill_step_computes_chunks_and_has_logits_of_those_that_end_a_promp
 
 def test_a_decode_step_hands_on_which_rows_share_blocks(tables: StepTables) -> None:
     shared = SharedPrefixes(num_shared_blocks=torch.tensor([1, 1]), num_sharers=torch.tensor([2, 0]))
-    assert tables.decode_step(torch.tensor([2, 0]), shared).attention.shared_prefixes is shared
-    assert tables.decode_step(torch.tensor([2, 0])).attention.shared_prefixes is None
+    assert tables.decode_step(DecodeBatch(torch.tensor([2, 0]), shared)).attention.shared_prefixes is shared
+    assert tables.decode_step(DecodeBatch(torch.tensor([2, 0]))).attention.shared_prefixes is None
 
 
 def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() -> None:
@@ -98,19 +98,19 @@ def test_layers_that_see_several_blocks_in_a_page_get_ids_that_far_apart() -> No
     assert [table[1].tolist() for table in tables.tables] == [[14, 18], [5, 0]]
     assert new_blocks.tolist() == [[1, 0, 7], [1, 1, 9], [4, 0, 5]], "the packet stays as it is"
     tables.context_lens[1] = 6
-    step = tables.decode_step(torch.tensor([1]))
+    step = tables.decode_step(DecodeBatch(torch.tensor([1])))
     assert step.attention.slot_mapping.tolist() == [18 * 4 + 1]
 
 
 def test_padding_attends_to_nothing_and_writes_no_keys(tables: StepTables) -> None:
-    step = tables.decode_step(torch.tensor([PADDING_ROW, 0]))
+    step = tables.decode_step(DecodeBatch(torch.tensor([PADDING_ROW, 0])))
     assert step.attention.slot_mapping.tolist() == [-1, 7 * 4 + 1]
     assert step.attention.context_lens.tolist() == [0, 2]
 
 
 def test_the_next_step_finds_what_sampling_entered(tables: StepTables) -> None:
     assert sample(tables, one_hot(25, 12), [2, 0]) == [25, 12]
-    step = tables.decode_step(torch.tensor([2, 0]))
+    step = tables.decode_step(DecodeBatch(torch.tensor([2, 0])))
     assert step.token_ids.tolist() == [25, 12]
     assert step.positions.tolist() == [5, 2]
 

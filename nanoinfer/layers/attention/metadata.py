@@ -58,6 +58,15 @@ class SharedPrefixes(NamedTuple):
     num_sharers: Tensor  # (num_rows,) int32: at the first row of each run of sharers, how many they are; 0 elsewhere
 
 
+class DecodeBatch(NamedTuple):
+    """Says what a decode step computes: which rows of the tables, and how many tokens of each."""
+
+    rows: Tensor  # (num_rows,) int32; -1 for padding
+    shared_prefixes: SharedPrefixes | None = None  # None: no rows share a prefix
+    num_tokens: int = 1  # of every row: see `DecodeMetadata`
+    num_row_tokens: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
     """Describes a decode step, which computes `num_tokens` tokens of each row.
