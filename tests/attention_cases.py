@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
+from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes, cumulative_lens
 from nanoinfer.ops.kv_cache.spec import LayerCache
@@ -95,20 +95,20 @@ def random_step(
     layer: Layer,
     context_lens: Sequence[int],
     query_lens: Sequence[int] | None = None,
-    prefix_groups: Sequence[PrefixGroup] = (),
+    prefix_sharers: Sequence[PrefixSharers] = (),
     seed: int = 0,
     num_row_tokens: Sequence[int] | None = None,
 ) -> Step:
     """A prefill step of chunks of `query_lens` tokens; without these, a decode step.
 
-    prefix_groups: rows of a decode step that begin with the same blocks. num_row_tokens: of a decode step, how many
+    prefix_sharers: rows of a decode step that begin with the same blocks. num_row_tokens: of a decode step, how many
     tokens each row has, if these are several; the longest row has no padding. context_lens are those of the first.
     """
     device, block_size = layer.device, layer.block_size
     generator = torch.Generator(device).manual_seed(seed)
     row_tokens = num_row_tokens or [1] * len(context_lens)
     ends = [length and length + count - 1 for length, count in zip(context_lens, row_tokens, strict=True)]
-    block_tables = _random_block_tables(ends, block_size, prefix_groups, generator).to(device)
+    block_tables = _random_block_tables(ends, block_size, prefix_sharers, generator).to(device)
     slots = [_slots(row, end, block_size) for row, end in zip(block_tables, ends, strict=True)]
     cache = _random_cache(layer, int(block_tables.max()) + 1, torch.cat(slots), generator)
     num_lines = len(context_lens) * max(row_tokens) if query_lens is None else sum(query_lens)
@@ -122,7 +122,7 @@ def random_step(
         sinks = (4 * torch.randn(spec.num_heads, generator=generator, device=device)).to(layer.dtype)
     if query_lens is None:
         nothing = q[:0, : spec.num_kv_heads]
-        decode = _decode_metadata(context_lens, block_tables, prefix_groups, num_row_tokens)
+        decode = _decode_metadata(context_lens, block_tables, prefix_sharers, num_row_tokens)
         return Step(spec, q, nothing, nothing, cache, decode, sinks)
     chunks = [seq_slots[-length:] for seq_slots, length in zip(slots, query_lens, strict=True)]
     metadata = _prefill_metadata(query_lens, context_lens, torch.cat(chunks), block_tables)
@@ -134,7 +134,7 @@ def random_step(
     return Step(spec, q, k, v, cache, metadata, sinks)
 
 
-def shared_prefixes(groups: Sequence[PrefixGroup], num_rows: int, device: str) -> SharedPrefixes:
+def shared_prefixes(groups: Sequence[PrefixSharers], num_rows: int, device: str) -> SharedPrefixes:
     num_blocks, num_sharers = torch.zeros(2, num_rows, dtype=torch.int32)
     for first_row, count, blocks in groups:
         num_blocks[first_row : first_row + count] = blocks
@@ -143,13 +143,13 @@ def shared_prefixes(groups: Sequence[PrefixGroup], num_rows: int, device: str) -
 
 
 def _random_block_tables(
-    context_lens: Sequence[int], block_size: int, prefix_groups: Sequence[PrefixGroup], generator: torch.Generator
+    context_lens: Sequence[int], block_size: int, prefix_sharers: Sequence[PrefixSharers], generator: torch.Generator
 ) -> Tensor:
     """Block 0, which belongs to nobody, fills the ends of the tables."""
     num_blocks = [-(-length // block_size) for length in context_lens]
     free = (1 + torch.randperm(sum(num_blocks), generator=generator, device=generator.device)).tolist()
     tables = [[free.pop() for _ in range(count)] for count in num_blocks]
-    for first_row, num_rows, count in prefix_groups:
+    for first_row, num_rows, count in prefix_sharers:
         for row in range(first_row, first_row + num_rows):
             assert context_lens[row] > count * block_size, "the newest token is never in a shared block"
             tables[row][:count] = tables[first_row][:count]
@@ -191,7 +191,7 @@ def _prefill_metadata(
 def _decode_metadata(
     context_lens: Sequence[int],
     block_tables: Tensor,
-    prefix_groups: Sequence[PrefixGroup],
+    prefix_sharers: Sequence[PrefixSharers],
     num_row_tokens: Sequence[int] | None,
 ) -> DecodeMetadata:
     device = block_tables.device
@@ -200,7 +200,7 @@ def _decode_metadata(
         slot_mapping=torch.full((len(context_lens) * num_tokens,), -1, device=device),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
         block_tables=block_tables,
-        shared_prefixes=shared_prefixes(prefix_groups, len(context_lens), str(device)) if prefix_groups else None,
+        shared_prefixes=shared_prefixes(prefix_sharers, len(context_lens), str(device)) if prefix_sharers else None,
         num_tokens=num_tokens,
         num_row_tokens=torch.tensor(num_row_tokens, dtype=torch.int32, device=device) if num_row_tokens else None,
     )
@@ -213,14 +213,14 @@ class Case:
     layer: Layer
     context_lens: tuple[int, ...]
     query_lens: tuple[int, ...] | None = None
-    prefix_groups: tuple[PrefixGroup, ...] = ()
+    prefix_sharers: tuple[PrefixSharers, ...] = ()
     num_row_tokens: tuple[int, ...] | None = None
 
     def step(self, **changes: Any) -> Step:
         """The step, over another dtype or device."""
         layer = replace(self.layer, **changes)
         return random_step(
-            layer, self.context_lens, self.query_lens, self.prefix_groups, num_row_tokens=self.num_row_tokens
+            layer, self.context_lens, self.query_lens, self.prefix_sharers, num_row_tokens=self.num_row_tokens
         )
 
 
@@ -314,7 +314,7 @@ SHARED_CASES = {
     # Row 1 has one token of its own, rows 5 and 6 are in no group, the last two are padding.
     **{
         f"two groups of rows, {name}": Case(
-            layer, (40, 33, 50, 64, 49, 70, 20, 0, 0), prefix_groups=(PrefixGroup(0, 2, 2), PrefixGroup(2, 3, 3))
+            layer, (40, 33, 50, 64, 49, 70, 20, 0, 0), prefix_sharers=(PrefixSharers(0, 2, 2), PrefixSharers(2, 3, 3))
         )
         for name, layer in {
             "groups of 2": Layer(num_kv_heads=1),
@@ -330,13 +330,13 @@ SHARED_CASES = {
     "blocks of 256": Case(
         Layer(4, 128, num_kv_heads=1, block_size=256),
         (257, 300, 600, 513),
-        prefix_groups=(PrefixGroup(0, 2, 1), PrefixGroup(2, 2, 2)),
+        prefix_sharers=(PrefixSharers(0, 2, 1), PrefixSharers(2, 2, 2)),
     ),
     "63 of 64 queries": Case(  # as many rows as a group may have
-        Layer(7, num_kv_heads=1), tuple(range(17, 26)), prefix_groups=(PrefixGroup(0, 9, 1),)
+        Layer(7, num_kv_heads=1), tuple(range(17, 26)), prefix_sharers=(PrefixSharers(0, 9, 1),)
     ),
     "64 of 64 queries, and a row after them": Case(
-        Layer(16, 128), (40, 33, 41, 50, 20), prefix_groups=(PrefixGroup(0, 4, 2),)
+        Layer(16, 128), (40, 33, 41, 50, 20), prefix_sharers=(PrefixSharers(0, 4, 2),)
     ),
 }
 
@@ -394,7 +394,7 @@ SEVERAL_TOKENS_CASES = {
         f"{most} tokens, two groups of rows, {name}": Case(
             layer,
             (40, 33, 50, 64, 49, 70, 20, 0, 0),
-            prefix_groups=(PrefixGroup(0, 2, 2), PrefixGroup(2, 3, 3)),
+            prefix_sharers=(PrefixSharers(0, 2, 2), PrefixSharers(2, 3, 3)),
             num_row_tokens=row_tokens(most, 9),
         )
         for most, name, layer in [
@@ -410,7 +410,7 @@ SEVERAL_TOKENS_CASES = {
     "2 tokens, 64 of 64 queries, and a row after them": Case(
         Layer(8, 128),
         (40, 33, 41, 50, 20),
-        prefix_groups=(PrefixGroup(0, 4, 2),),
+        prefix_sharers=(PrefixSharers(0, 4, 2),),
         num_row_tokens=(2, 2, 1, 2, 2),
     ),
 }

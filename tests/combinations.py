@@ -20,7 +20,6 @@ import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight
 from nanoinfer.ops.int4 import spec as int4
 from nanoinfer.quantization import method_selection
@@ -225,8 +224,8 @@ def _make_hits_likely(llm: LLM) -> None:
     """Have prompts wait for each other, and states of hybrids kept, however little that spares."""
     scheduler = llm.engine.scheduler
     scheduler.min_awaited_tokens = scheduler.min_awaited_in_all = 1
-    if isinstance(scheduler.block_manager, HybridBlockManager):
-        scheduler.block_manager.min_saved_tokens = scheduler.block_manager.min_kept_tokens = 1
+    if states := scheduler.block_manager.states:
+        states.min_saved_tokens = states.min_kept_tokens = 1
 
 
 def _context_lengths(combination: Combination) -> AbstractContextManager[object]:

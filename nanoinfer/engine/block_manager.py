@@ -1,48 +1,46 @@
 """Gives the blocks of the paged KV cache to sequences, and finds cached prefixes in them. It never touches the device.
 
-The cache is a pool of blocks of `block_size` tokens (PagedAttention, Kwon et al. 2023). A full block whose keys and
-values are computed gets an entry in the prefix cache, under the hash of its tokens chained to the hash of the block
-before it. So equal prefixes have equal hashes. A hash only finds a candidate: it is a hit if the tokens are equal too,
-and if the entry's parent is the entry just hit. Entries are told apart by serial numbers that are never used again, so
-a hash collision can never give a sequence the keys and values of another text. Where a prompt parts from a cached text
-within a block, the tokens before that are copied (`partial_hits.py`).
+What layers remember of a sequence is the business of cache groups (`cache_groups/`): keys and values of all tokens, or
+of a window, or a recurrent state. Most models have one group, of all tokens. The groups share a pool of blocks and a
+chain of verified entries (`block_pool.py`), and the block manager asks each of them. A prefix is found where all groups
+remember it. Where a prompt parts from a cached text within a block, the tokens before that are copied.
 
 A freed block keeps its contents and its entry until it is handed out again, which evicts the entry. Blocks without an
 entry are handed out first, then the least recently used. Within a sequence the tail is evicted before the head, because
 a shared prefix is the part worth keeping.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from itertools import chain
 
 import xxhash
 
-from nanoinfer.engine.blocks.block_hooks import BlockHooks
-from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy, CacheEntry, PartialHit, PartialHits
-from nanoinfer.engine.scheduled_batch import NewBlock
+from nanoinfer.engine.block_pool import BlockPool
+from nanoinfer.engine.cache_groups.attention_group import AttentionGroup
+from nanoinfer.engine.cache_groups.cache_group import CacheGroup, Hit
+from nanoinfer.engine.cache_groups.partial_hits import MIN_COPIED_TOKENS
+from nanoinfer.engine.cache_groups.specs import (
+    CacheGroupSpec,
+    FullAttentionSpec,
+    RecurrentStateSpec,
+    num_snapshots,
+    num_tables,
+)
+from nanoinfer.engine.cache_groups.state_group import StateGroup
+from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, StateCopy
 from nanoinfer.engine.sequence import Sequence
 
-ROOT_SERIAL = 0  # the parent of every first block
 
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A block of the KV cache."""
-
-    block_id: int
-    ref_count: int = 0  # sequences that use it
-    entry: CacheEntry | None = None  # None if it is not in the prefix cache
-
-
-class BlockManager(BlockHooks):
+class BlockManager:
     """Gives blocks to sequences, takes them back, and finds prefixes that are already computed.
 
     `prefix_hashes` of a Sequence outlive `free`, so that no block is hashed twice. `allocate` sets its
     `num_computed_tokens` to the length of the cached prefix, `free` to 0; in between, the scheduler advances it.
 
-    num_blocks: blocks in the pool. block_size: tokens in a block. hash_function: bytes to an unsigned 64-bit integer.
-    min_copied_tokens: if a prompt has fewer tokens in common with a cached block, they are computed again.
+    num_blocks: blocks in the pool. block_size: tokens in a block. specs: of the cache groups. max_num_seqs: rows of a
+    table on the device, without the spare one. max_chunk_tokens: the most tokens of a chunk. hash_function: bytes to an
+    unsigned 64-bit integer. min_copied_tokens: if a prompt has fewer tokens in common with a cached block, they are
+    computed again.
     """
 
     def __init__(
@@ -50,27 +48,47 @@ class BlockManager(BlockHooks):
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool = True,
+        specs: tuple[CacheGroupSpec, ...] = (FullAttentionSpec(),),
+        *,
+        max_num_seqs: int = 0,
+        max_chunk_tokens: int = 0,
         hash_function: Callable[[bytes], int] = xxhash.xxh64_intdigest,
         min_copied_tokens: int = MIN_COPIED_TOKENS,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_frees = 0  # changes whenever blocks come back: a prompt that did not fit may fit now
-        self._hash = hash_function
-        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of reuse
-        self._entries: dict[int, CacheEntry] = {}  # the prefix cache, by hash
-        self._partial_hits = PartialHits(min_copied_tokens)
-        self._next_serial = ROOT_SERIAL + 1
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
+        tables = [spec for spec in specs if not isinstance(spec, RecurrentStateSpec)]
+        self._has_windows = any(spec.window for spec in tables)
+        self.num_blocks = num_blocks - self._has_windows  # entries of tables that are cleared point to page 0
+        self.num_tables = num_tables(specs)
+        self.keeps_all = isinstance(specs[0], FullAttentionSpec)  # whether `block_table` has the blocks of all tokens
+        num_states = num_snapshots(specs) if enable_prefix_caching else 0
+        self.pool = BlockPool(
+            num_blocks,
+            block_size,
+            first_block=int(self._has_windows),
+            first_holds_all=self.keeps_all,
+            hash_function=hash_function,
+            min_copied_tokens=1 if num_states else min_copied_tokens,
+        )
+        self._holding: set[Sequence] = set()
+        self.attention: list[AttentionGroup] = []
+        first, num_rows = 0, max_num_seqs + 1
+        for index, spec in enumerate(tables):
+            offsets = range(first, first + spec.num_tables * num_rows, num_rows)
+            first = offsets.stop
+            self.attention.append(AttentionGroup(self.pool, index, offsets, spec.window, max_chunk_tokens))
+        self.groups: list[CacheGroup] = [*self.attention]
+        self.states: StateGroup | None = None
+        if num_states:
+            self.states = StateGroup(self.pool, max_num_seqs, num_states, copies_blocks=bool(tables))
+            self.groups.append(self.states)
+            self.pool.forget = self.states.snapshots.drop_children
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out, including those with an entry in the prefix cache."""
-        return len(self._free)
+        return self.pool.num_free
 
     @property
     def num_used_blocks(self) -> int:
@@ -78,231 +96,201 @@ class BlockManager(BlockHooks):
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks with an entry in the prefix cache, whether in use or free."""
-        return len(self._entries)
+        """Full blocks of text with an entry in the prefix cache, whether in use or free."""
+        return self.pool.num_full_entries
+
+    @property
+    def num_frees(self) -> int:
+        """Changes whenever blocks come back: a prompt that did not fit may fit now."""
+        return self.pool.num_frees
+
+    @property
+    def num_snapshots(self) -> int:
+        """Recurrent states that are kept for prefix hits."""
+        return 0 if self.states is None else len(self.states.snapshots)
 
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether a sequence of so many tokens fits into the pool."""
-        return self._num_blocks_for(num_tokens) <= self.num_blocks
+        return self._max_blocks(num_tokens) <= self.num_blocks
 
     def start_step(self) -> None:
         """Let the next step copy what the steps before it compute."""
-        self._partial_hits.start_step()
+        self.pool.copies.start_step()
+        if self.states is not None:
+            self.states.snapshots.start_step()
 
-    def find_cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the full blocks that hold the longest cached prefix of `seq`, which may be empty."""
+    def enqueue(self, seq: Sequence) -> None:
+        """Note that a sequence waits for blocks."""
+        if self.states is not None:
+            self.states.enqueue(seq)
+
+    def dequeue(self, seq: Sequence) -> None:
+        """Note that a sequence waits no more."""
+        if self.states is not None:
+            self.states.dequeue(seq)
+
+    def find_cached_prefix(self, seq: Sequence) -> Hit:
+        """Return the longest prefix of `seq` that every group remembers; it may be empty."""
         if not self.enable_prefix_caching:
-            return []
-        found: list[int] = []
-        parent_serial = ROOT_SERIAL
-        for index in range(seq.max_cached_tokens // self.block_size):
-            entry = self._find(seq, index, parent_serial)
-            if entry is None:
-                break
-            parent_serial = entry.serial
-            found.append(entry.block_id)
-        return found
+            return Hit()
+        hit, length = Hit(self.pool.find_chain(seq)), None
+        while length != len(hit.entries):
+            length = len(hit.entries)
+            hit.source, hit.num_copied = self.pool.copies.find(*self.pool.next_block(seq, hit.entries))
+            for group in self.groups:
+                group.trim(seq, hit)
+        if hit.source and hit.snapshot and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
+            return Hit()  # its own blocks may be all that there are, and then there is none to copy from
+        return hit
 
-    def num_found_later(self, seq: Sequence, cached_block_ids: list[int]) -> int:
+    def num_found_later(self, seq: Sequence, hit: Hit) -> int:
         """Return how many more tokens a lookup will find once the step that is being scheduled is computed."""
         if not self.enable_prefix_caching:
             return 0
-        next_tokens = self._next_tokens(seq, len(cached_block_ids))
-        return self._partial_hits.num_found_later(self._serial_of(cached_block_ids), next_tokens)
+        if self.states is not None:
+            return self.states.num_found_later(seq, hit)
+        return self.pool.copies.num_found_later(*self.pool.next_block(seq, hit.entries))
 
-    def num_blocks_to_allocate(self, seq: Sequence, cached_block_ids: list[int]) -> int:
-        """Return how many free blocks `allocate` would take: new ones, and cached ones that no sequence uses now."""
-        num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in cached_block_ids)
-        return self._num_blocks_for(seq.num_tokens) - len(cached_block_ids) + num_idle
+    def num_blocks_to_allocate(self, seq: Sequence, hit: Hit) -> int:
+        """Return how many free blocks an admitted sequence takes: new ones, and cached ones that no sequence uses."""
+        if hit.snapshot is None:
+            hit = Hit(hit.entries)  # what only saves time is copied only if there is room left for the source
+        return self._cost(seq, hit)
 
-    def allocate(self, seq: Sequence, cached_block_ids: list[int]) -> list[BlockCopy]:
-        """Give `seq` blocks for all its tokens, the first ones as `find_cached_prefix` has found them.
+    def allocate(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
+        """Give `seq` what it has found, and blocks for all its tokens, except in windows: there chunks take their own.
 
-        If another cached block begins like the next one, return the copies that the step has to begin with. Their
-        sources are held until they are given to `release`.
+        Return the copies that the step has to begin with. Their sources are held until they are given to `release`.
         """
-        assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
-        for block_id in cached_block_ids:
-            block = self._blocks[block_id]
-            self._hold(block)
-            assert block.entry is not None, f"block {block_id} was found in the prefix cache and has no entry"
-            seq.prefix_serials.append(block.entry.serial)
-        seq.block_table.extend(cached_block_ids)
-        seq.num_computed_tokens = len(cached_block_ids) * self.block_size
-        hit = self._find_partial_hit(seq)
-        if hit is not None:
-            self._hold_source(hit.block_id)
-        while len(seq.block_table) < self._num_blocks_for(seq.num_tokens):
-            self.append_block(seq)
-        if hit is None:
-            return []
-        seq.num_computed_tokens += hit.num_tokens
-        return [BlockCopy(hit.block_id, seq.block_table[len(cached_block_ids)], hit.num_tokens)]
+        assert not self.holds(seq), f"sequence {seq.seq_id} already holds blocks"
+        if hit.snapshot is None and self._cost(seq, hit) > self.num_free_blocks:
+            hit = Hit(hit.entries)
+        self._holding.add(seq)
+        seq.prefix_serials.extend(entry.serial for entry in hit.entries)
+        self.pool.retain(seq.prefix_serials)
+        for group in self.groups:
+            group.hold(seq, hit)
+        seq.num_computed_tokens = len(hit.entries) * self.block_size + hit.num_copied
+        copies = [copy for group in self.groups for copy in group.admit(seq, hit)]
+        num_slots = seq.num_computed_tokens if self._has_windows else seq.num_tokens
+        seq.num_slots = self.pool.num_blocks_for(num_slots) * self.block_size
+        return copies
 
-    def needing_block(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """Return the sequences whose next token to compute lies past their blocks."""
-        return [seq for seq in seqs if seq.num_computed_tokens >= len(seq.block_table) * self.block_size]
+    def needing_block(self, seqs: Iterable[Sequence], num_tokens: int = 1) -> list[Sequence]:
+        """Return the sequences whose next tokens to compute, so many, lie past their blocks."""
+        return [seq for seq in seqs if seq.num_computed_tokens + num_tokens > seq.num_slots]
 
-    def append_block(self, seq: Sequence) -> int:
-        """Take the next free block for `seq` and return its id."""
-        seq.block_table.append(self._take_block())
-        return seq.block_table[-1]
+    def make_room(self, seqs: list[Sequence], num_tokens: int = 1) -> bool:
+        """Take back what has left the windows of these sequences; return whether `extend` has blocks enough.
 
-    def grow(self, seq: Sequence) -> list[NewBlock]:
-        """Give a decoding sequence the block of its next token."""
-        column = len(seq.block_table)
-        return [NewBlock(seq.held_row, column, self.append_block(seq))]
+        num_tokens: how many each of them is about to compute.
+        """
+        if self._has_windows:
+            for seq in seqs:
+                for group in self.attention:
+                    group.leave_window(seq)
+        if len(seqs) * self.num_tables * self.pool.num_blocks_for(num_tokens) <= self.num_free_blocks:
+            return True
+        ends = [(seq, seq.num_computed_tokens + num_tokens) for seq in seqs]
+        return sum(group.num_missing(*end) for end in ends for group in self.attention) <= self.num_free_blocks
 
-    def cache_blocks(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Make entries for the full blocks among the first `num_computed_tokens` of `seq`.
+    def extend(self, seqs: list[Sequence], num_tokens: int = 1) -> list[NewBlock]:
+        """Give each sequence the blocks of its next tokens to compute; return what the device is to know of tables."""
+        new_blocks: list[NewBlock] = []
+        for seq in seqs:
+            end = seq.num_computed_tokens + num_tokens
+            for group in self.attention:
+                new_blocks += group.extend(seq, end)
+            if seq.num_slots < end:
+                seq.num_slots = -(-end // self.block_size) * self.block_size
+        return new_blocks
+
+    def num_growing_tables(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence takes for a block of tokens."""
+        return sum(group.num_growing_tables(seq) for group in self.attention)
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk that could compute the tokens before `end` is to end."""
+        return end if self.states is None else self.states.clip(seq, end)
+
+    def cache_blocks(self, seq: Sequence, num_computed: int, with_last: bool = False, ends: bool = False) -> None:
+        """Make entries for the full blocks among the first `num_computed` tokens of `seq`.
 
         These tokens are computed, or will be by a step that is already scheduled: every later step runs after it.
+        with_last: make one also for the block that ends with these tokens, if it is not full. Prompts that repeat this
+        text, or go on from it, find it to its end. ends: whether the sequence ends with these tokens.
         """
         if not self.enable_prefix_caching:
             return
-        for index in range(len(seq.prefix_serials), num_computed_tokens // self.block_size):
-            parent_serial = last_serial(seq)
-            entry = self._find(seq, index, parent_serial)
+        parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else self.pool.root_of(seq)
+        for index in range(len(seq.prefix_serials), num_computed // self.block_size):
+            entry = self.pool.find(seq, index, parent_serial)
+            columns = [group.held[seq].columns.get(index) for group in self.attention]
             if entry is None:
-                key, tokens = seq.prefix_hashes[index]
-                if key in self._entries:  # a collision, or an entry whose parent was evicted: the newest one stays
-                    self.evict_blocks([self._entries[key].block_id])
-                entry = self._add_entry(seq.block_table[index], key, parent_serial, tokens)
-                self._entries[key] = entry
-            seq.prefix_serials.append(entry.serial)
-
-    def cache_last_block(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Make an entry for the block that ends the first `num_computed_tokens` of `seq`, if it is not full.
-
-        Prompts that repeat this text, or go on from it, find it to its end.
-        """
-        index, num_tokens = divmod(num_computed_tokens, self.block_size)
-        if not self.enable_prefix_caching or index != len(seq.prefix_serials):
-            return
-        if num_tokens >= self._partial_hits.min_tokens:
-            start = index * self.block_size
-            tokens = seq.token_ids[start : start + num_tokens].tobytes()
-            self._add_entry(seq.block_table[index], None, last_serial(seq), tokens)
+                entry = self.pool.add(parent_serial, *seq.prefix_hashes[index], columns)
+            elif None in entry.columns:
+                self.pool.attach(entry, columns)
+            parent_serial = entry.serial
+            seq.prefix_serials.append(parent_serial)
+            if self.pool.counts_uses:
+                self.pool.retain((parent_serial,))
+        if self.states is not None:
+            with_last |= self.states.note(seq, num_computed, ends)
+        index, num_last = divmod(num_computed, self.block_size)
+        # A block without an entry before it cannot be found.
+        if with_last and index == len(seq.prefix_serials) and num_last >= self.pool.copies.min_tokens:
+            columns = [group.held[seq].columns.get(index) for group in self.attention]
+            if any(columns):
+                tokens = seq.token_ids[num_computed - num_last : num_computed].tobytes()
+                self.pool.add(parent_serial, None, tokens, columns)
 
     def cache_end(self, seq: Sequence) -> None:
         """Cache what is left of a sequence that ends."""
-        # A step in flight may have computed the newest token, and may still fail.
-        self.cache_last_block(seq, len(seq.token_ids) - 1)
+        # A step in flight may have computed the newest token, and may still fail. States are those after that step.
+        num_computed = seq.num_computed_tokens if self.states else len(seq.token_ids) - 1
+        self.cache_blocks(seq, num_computed, with_last=self.states is None, ends=True)
 
-    def evict_failed(self, block_ids: Iterable[int]) -> None:
-        """Remove what failed steps were to write to these blocks from the prefix cache, or what they wrote as NaN."""
-        self.evict_blocks(block_ids)
+    def evict_failed(self, seq: Sequence, start: int = 0) -> None:
+        """Remove what a failed step was to compute of a sequence from token `start` on, or has computed as NaN."""
+        if self.states is not None:
+            # States of the failed step may be kept by now, and others that began with them.
+            self.reset_prefix_cache()
+        elif self.holds(seq):
+            index = start // self.block_size
+            pages = chain.from_iterable(group.pages_from(seq, index) for group in self.attention)
+            self.pool.evict(pages, seq.prefix_serials[index:])
 
-    def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache."""
-        for block_id in block_ids:
-            block = self._blocks[block_id]
-            if block.entry is not None:
-                self._remove_entry(block)
-                if block_id in self._free:
-                    self._free.move_to_end(block_id, last=False)
+    def holds(self, seq: Sequence) -> bool:
+        """Return whether a sequence holds its blocks."""
+        return seq in self._holding
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks of `seq` back. Their entries can be hit until the blocks are handed out again."""
-        # Free the tail first: a shared prefix is the part worth keeping.
-        self._give_back(reversed(seq.block_table))
+        """Take back all that `seq` holds, if anything. Its entries can be hit until its blocks are handed out again."""
+        for group in reversed(self.groups):
+            group.free(seq)
+        self.pool.release(seq.prefix_serials)
+        self._holding.discard(seq)
         seq.block_table.clear()
         seq.prefix_serials.clear()
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_slots = 0
 
     def release(self, copies: list[BlockCopy]) -> None:
         """Give back the sources of copies that are made, or never will be."""
         if copies:
-            self._give_back(copy.source for copy in copies)
+            self.pool.give_back(copy.source for copy in copies)
 
     def reset_prefix_cache(self) -> None:
         """Evict every entry of the prefix cache. Running sequences keep their blocks."""
-        self.evict_blocks([block.block_id for block in self._blocks if block.entry is not None])
+        self.pool.clear()
+        if self.states is not None:
+            self.states.snapshots.clear()
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
+        """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
+        return ([], []) if self.states is None else self.states.snapshots.take_copies()
 
-    def _take_block(self) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        block = self._blocks[block_id]
-        assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
-        self.evict_blocks([block_id])
-        block.ref_count = 1
-        return block_id
+    def _max_blocks(self, num_tokens: int) -> int:
+        return sum(group.max_blocks(num_tokens) for group in self.attention)
 
-    def _is_cached(self, block: Block) -> bool:
-        return block.entry is not None
-
-    def _hold(self, block: Block) -> None:
-        if block.ref_count == 0:
-            del self._free[block.block_id]
-        block.ref_count += 1
-
-    def _give_back(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            block = self._blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is freed more often than it was given out"
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block_id] = None
-                if not self._is_cached(block):
-                    self._free.move_to_end(block_id, last=False)
-        self.num_frees += 1
-
-    def _add_entry(self, block_id: int, key: int | None, parent_serial: int, tokens: bytes) -> CacheEntry:
-        block = self._blocks[block_id]
-        if block.entry is not None:  # it had fewer tokens
-            self._remove_entry(block)
-        block.entry = CacheEntry(block_id, key, self._next_serial, parent_serial, tokens)
-        self._next_serial += 1
-        self._partial_hits.add(block.entry)
-        return block.entry
-
-    def _remove_entry(self, block: Block) -> None:
-        assert block.entry is not None, f"block {block.block_id} has no entry to remove"
-        self._partial_hits.remove(block.entry)
-        if block.entry.hash is not None:
-            del self._entries[block.entry.hash]
-        block.entry = None
-
-    def _find_partial_hit(self, seq: Sequence) -> PartialHit | None:
-        """Return the block that begins like the first block of `seq` that is not cached."""
-        if not self.enable_prefix_caching:
-            return None
-        hit = self._partial_hits.find(last_serial(seq), self._next_tokens(seq, len(seq.block_table)))
-        if hit is not None and self._blocks[hit.block_id].ref_count == 0:
-            num_needed = self._num_blocks_for(seq.num_tokens) - len(seq.block_table)
-            if num_needed == self.num_free_blocks:  # it has to be handed out itself
-                return None
-        return hit
-
-    def _hold_source(self, block_id: int) -> None:
-        """Hold a block that is copied from, until `release`."""
-        self._hold(self._blocks[block_id])
-
-    def _next_tokens(self, seq: Sequence, index: int) -> bytes:
-        """Return the tokens of block `index` that may come from the cache."""
-        start = index * self.block_size
-        return seq.token_ids[start : min(start + self.block_size, seq.max_cached_tokens)].tobytes()
-
-    def _serial_of(self, cached_block_ids: list[int]) -> int:
-        """Return the serial number of the entry of the last of these blocks."""
-        last = self._blocks[cached_block_ids[-1]].entry if cached_block_ids else None
-        return last.serial if last else ROOT_SERIAL
-
-    def _find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
-        """Return the entry that block `index` of `seq` hits, if the block before it has hit `parent_serial`."""
-        hashes = seq.prefix_hashes
-        while len(hashes) <= index:
-            start = len(hashes) * self.block_size
-            tokens = seq.token_ids[start : start + self.block_size].tobytes()
-            parent = hashes[-1][0].to_bytes(8, "little") if hashes else b""
-            hashes.append((self._hash(parent + tokens), tokens))
-        key, tokens = hashes[index]
-        entry = self._entries.get(key)
-        return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None
-
-
-def last_serial(seq: Sequence) -> int:
-    """Return the serial number of the entry of the last block of `seq` that has one."""
-    return seq.prefix_serials[-1] if seq.prefix_serials else ROOT_SERIAL
+    def _cost(self, seq: Sequence, hit: Hit) -> int:
+        return sum(group.cost(seq, hit) for group in self.attention)

@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
-from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
-from nanoinfer.engine.cache_groups.specs import SlidingWindowSpec, num_snapshots
 from nanoinfer.engine.engine import Action, Engine, Recipient
 from nanoinfer.engine.extras import Extras
-from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, RunnerLimits, SampledStep
+from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
@@ -60,8 +57,15 @@ class LLMEngine(Engine):
         self.constraints = constraints
         self.runner: Runner | None = runner
         self.tokenizer = tokenizer
-        self.block_manager = make_block_manager(config, runner.limits)
         limits = runner.limits
+        self.block_manager = BlockManager(
+            limits.num_blocks,
+            config.kvcache_block_size,
+            config.enable_prefix_caching,
+            limits.groups,
+            max_num_seqs=limits.max_num_seqs,
+            max_chunk_tokens=config.max_num_batched_tokens,
+        )
         self.extras = Extras(config, runner, tokenizer)
         self.scheduler = Scheduler(
             self.block_manager,
@@ -309,21 +313,3 @@ class LLMEngine(Engine):
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])
         self.scheduler.listener.failed()
-
-
-def make_block_manager(config: EngineConfig, limits: RunnerLimits) -> BlockManager:
-    """Return what gives out the blocks of a runner's cache, by what the layers of its model remember."""
-    sizes = limits.num_blocks, config.kvcache_block_size
-    windows = [group for group in limits.groups if isinstance(group, SlidingWindowSpec)]
-    if num_kept := num_snapshots(limits.groups):
-        return HybridBlockManager(*sizes, limits.max_num_seqs, num_kept)
-    if not windows:
-        return BlockManager(*sizes, config.enable_prefix_caching)
-    return WindowedBlockManager(
-        *sizes,
-        config.enable_prefix_caching,
-        window=windows[0].window,
-        num_windowed_groups=windows[0].num_tables,
-        max_chunk_tokens=config.max_num_batched_tokens,
-        num_rows=limits.max_num_seqs + 1,
-    )

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.blocks.partial_hits import BlockCopy
-from nanoinfer.engine.blocks.state_snapshots import StateCopy
 from nanoinfer.engine.row_options import Asked, asked_options, asked_sections
-from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
+from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, ScheduledBatch, StateCopy
 from nanoinfer.engine.sequence import Sequence
 
 Packet = NDArray[np.int32]
@@ -48,8 +46,8 @@ class DecodeRecord(NamedTuple):
     """A row that computes one token, as the packet carries it."""
 
     row: int
-    num_shared_blocks: int  # how many of its first blocks are read together with its prefix group; 0 outside of groups
-    num_group_rows: int  # rows of the prefix group that begins with this one; 0 where none begins
+    num_shared_blocks: int  # how many of its first blocks are read together with its prefix sharers; 0 if it has none
+    num_sharers: int  # prefix sharers that begin with this row, itself included; 0 if none begin here
 
 
 def section(record: type) -> Any:
@@ -167,9 +165,9 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
     """Return the DecodeRecords, column by column: every decode step has them, and tuples would take longer."""
     records = np.zeros(len(batch.decode), SECTION_DTYPES["decode_rows"])
     records["row"] = [seq.row for seq in batch.decode]
-    for first_row, num_rows, num_blocks in batch.prefix_groups:
+    for first_row, num_rows, num_blocks in batch.prefix_sharers:
         records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
-        records["num_group_rows"][first_row] = num_rows
+        records["num_sharers"][first_row] = num_rows
     return records
 
 

@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanoinfer.engine.blocks.partial_hits import BlockCopy
-from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
-from nanoinfer.engine.blocks.state_snapshots import StateCopy
+from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.engine.sequence import Sequence
 
 
@@ -30,6 +28,21 @@ class NewBlock(NamedTuple):
     block_id: int
 
 
+class BlockCopy(NamedTuple):
+    """Says that a step begins with a copy of the first `num_tokens` tokens' keys and values from block to block."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class StateCopy(NamedTuple):
+    """Says that a step begins with a copy of the states of a sequence, of all layers, from place to place."""
+
+    source: int
+    target: int
+
+
 @dataclass(slots=True)
 class ScheduledBatch:
     """One step: either prefill or decode.
@@ -45,7 +58,7 @@ class ScheduledBatch:
     restored_states: list[StateCopy] = field(default_factory=list)  # likewise, after states are kept
     prefill: list[PrefillChunk] = field(default_factory=list)  # chunks that sample come first
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
-    prefix_groups: list[PrefixGroup] = field(default_factory=list)  # they come first in `decode`, without gaps
+    prefix_sharers: list[PrefixSharers] = field(default_factory=list)  # they come first in `decode`, without gaps
     sampled: list[Sequence] = field(default_factory=list)  # sequences that get a token, in the order of the token ids
 
     def __bool__(self) -> bool:

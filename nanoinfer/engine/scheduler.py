@@ -21,14 +21,19 @@ arrived before all that still wait.
 
 import heapq
 from collections.abc import Callable
-from itertools import chain
 from operator import attrgetter
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.blocks.partial_hits import MAX_PASSED_OVER, MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
-from nanoinfer.engine.blocks.shared_prefixes import PrefixGrouper
+from nanoinfer.engine.cache_groups.cache_group import Hit
+from nanoinfer.engine.cache_groups.partial_hits import (
+    MAX_PASSED_OVER,
+    MIN_AWAITED_IN_ALL,
+    MIN_AWAITED_TOKENS,
+    PassedOver,
+)
 from nanoinfer.engine.interfaces import SILENT, Listener
-from nanoinfer.engine.scheduled_batch import NewBlock, PrefillChunk, ScheduledBatch
+from nanoinfer.engine.prefix_sharers import SharerFinder
+from nanoinfer.engine.scheduled_batch import PrefillChunk, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.stopping import NO_TOKEN, Stopping
 
@@ -73,7 +78,8 @@ class Scheduler:
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
-        self.prefix_grouper = PrefixGrouper(max_prefix_sharers, block_manager.block_size)
+        max_prefix_sharers *= block_manager.keeps_all  # others have no blocks that stay the same
+        self.sharer_finder = SharerFinder(max_prefix_sharers, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
         self.num_preemptions = 0
@@ -134,7 +140,7 @@ class Scheduler:
         for seq, token_id in zip(batch.sampled, token_ids, strict=True):
             if token_id == NO_TOKEN:
                 # Its keys and values may be NaN as well, so no prefix hit may find them.
-                self.block_manager.evict_failed(seq.block_table)
+                self.block_manager.evict_failed(seq)
             if seq.status is SequenceStatus.FINISHED:
                 continue
             seq.num_pending_tokens -= 1
@@ -173,13 +179,14 @@ class Scheduler:
 
     def discard(self, batches: list[ScheduledBatch]) -> None:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
-        block_size = self.block_manager.block_size
         chunks = [chunk for batch in batches for chunk in batch.prefill]
-        if any(not chunk.seq.block_table for chunk in chunks):
-            # A sequence that ends with its prompt has freed its blocks: which ones the step was to fill is not known.
-            self.block_manager.reset_prefix_cache()
-        tables = (chunk.seq.block_table[chunk.start // block_size :] for chunk in chunks)
-        self.block_manager.evict_failed(chain.from_iterable(tables))
+        manager = self.block_manager
+        if manager.states or not all(manager.holds(chunk.seq) for chunk in chunks):
+            # States of these steps may be kept by now, and others that began with them. A sequence that ends with its
+            # prompt has freed its blocks: which ones its step was to fill is not known.
+            manager.reset_prefix_cache()
+        for chunk in chunks:
+            manager.evict_failed(chunk.seq, chunk.start)
         for batch in batches:
             self.block_manager.release(batch.block_copies)
         for seq in [chunk.seq for chunk in chunks] + [seq for batch in batches for seq in batch.decode]:
@@ -225,7 +232,7 @@ class Scheduler:
                 seq.status = SequenceStatus.RUNNING
                 self.running.append(seq)
             self.listener.resumed(seq)
-        self.prefix_grouper.forget()
+        self.sharer_finder.forget()
 
     def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:
         """Take these sequences from the queue and from the paused ones; return them."""
@@ -276,9 +283,8 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, budget: int, may_preempt: bool) -> bool:
         """Free blocks for the next chunk of a sequence, which may itself be preempted; False if it has to wait."""
-        manager, end = self.block_manager, min(seq.num_computed_tokens + budget, seq.num_tokens)
-        manager.free_outside_window(seq)
-        while seq.row is not None and manager.num_blocks_for_chunk(seq, end) > manager.num_free_blocks:
+        num_tokens = min(budget, seq.num_tokens - seq.num_computed_tokens)
+        while seq.row is not None and not self.block_manager.make_room([seq], num_tokens):
             if self.reclaim():
                 continue
             if not may_preempt:
@@ -296,20 +302,20 @@ class Scheduler:
                 break  # it is the first of the next step; a shorter one behind it may not overtake
             if self.running and self._blocked_head == (seq.seq_id, manager.num_frees):
                 break  # no blocks came back since it did not fit, so looking it up again would find the same
-            cached_block_ids = manager.find_cached_prefix(seq)
-            num_later = manager.num_found_later(seq, cached_block_ids)
+            hit = manager.find_cached_prefix(seq)
+            num_later = manager.num_found_later(seq, hit)
             if num_later >= self.min_awaited_tokens:
                 if not passed_over.is_full:
                     heapq.heappop(self._waiting)
                     passed_over.add(seq, num_later)
                     # Prompts that overtake it leave free the blocks that it needs in the next step.
-                    num_blocks = manager.num_blocks_to_allocate(seq, cached_block_ids)
+                    num_blocks = manager.num_blocks_to_allocate(seq, hit)
                     growth += num_blocks * manager.block_size + self._growth(seq)
                     continue
                 if passed_over.num_saved >= budget:
                     break  # waiting saves more than the step has room for, so no more of them are looked up
             growth += self._growth(seq)
-            if not self._try_admit(batch, seq, cached_block_ids, growth):
+            if not self._try_admit(batch, seq, hit, growth):
                 break  # shorter prompts behind it would fit, but would keep it waiting
             budget -= self._add_chunk(batch, seq, budget)
         for seq in passed_over.seqs:
@@ -323,28 +329,23 @@ class Scheduler:
         decode = [
             seq for seq in self.running if len(seq.token_ids) + seq.num_pending_tokens < seq.stopping.max_num_tokens
         ]
-        needy = self.block_manager.needing_block(decode)
-        for seq in needy:
-            self.block_manager.free_outside_window(seq)
-        while self._is_short(needy) and self.reclaim():
-            pass
-        if in_flight and self._is_short(needy):
-            return ScheduledBatch()
-        while self._is_short(needy):
+        manager = self.block_manager
+        needy = manager.needing_block(decode)
+        while not manager.make_room(needy):
+            if self.reclaim():
+                continue
+            if in_flight:
+                return ScheduledBatch()
             last = self._preempt(decode)
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
-        for seq in needy:
-            batch.new_blocks += self.block_manager.grow(seq)
+        batch.new_blocks = manager.extend(needy)
         for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
-        batch.decode, batch.prefix_groups = self.prefix_grouper.arrange(decode)
+        batch.decode, batch.prefix_sharers = self.sharer_finder.arrange(decode)
         return batch
-
-    def _is_short(self, needy: list[Sequence]) -> bool:
-        return self.block_manager.num_blocks_to_grow(needy) > self.block_manager.num_free_blocks
 
     def _preempt(self, seqs: list[Sequence]) -> Sequence:
         """Send one of these sequences back to the queue, the last in the queue's order, and return it."""
@@ -364,25 +365,24 @@ class Scheduler:
         num_tokens = min(self.reserved_tokens, seq.stopping.max_num_tokens - seq.num_tokens)
         return num_tokens * self.block_manager.num_growing_tables(seq)
 
-    def _try_admit(self, batch: ScheduledBatch, seq: Sequence, cached_block_ids: list[int], growth: int) -> bool:
+    def _try_admit(self, batch: ScheduledBatch, seq: Sequence, hit: Hit, growth: int) -> bool:
         """Move the head of the queue into the running set if its blocks, and those for `growth` tokens, are free."""
         manager = self.block_manager
         reserve = -(-growth // manager.block_size) if self.running else 0
-        while manager.num_blocks_to_allocate(seq, cached_block_ids) + reserve > manager.num_free_blocks:
+        while manager.num_blocks_to_allocate(seq, hit) + reserve > manager.num_free_blocks:
             if not self.reclaim():
                 self._blocked_head = (seq.seq_id, manager.num_frees)
                 return False
         heapq.heappop(self._waiting)
         manager.dequeue(seq)
-        batch.block_copies += manager.allocate(seq, cached_block_ids)
-        self.prefix_grouper.forget()  # if it ran before, it now has another block table
+        batch.block_copies += manager.allocate(seq, hit)
+        self.sharer_finder.forget()  # if it ran before, it now has another block table
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.row = heapq.heappop(self._free_rows)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         batch.admitted.append(seq)
-        batch.new_blocks += [NewBlock(seq.row, column, block_id) for column, block_id in enumerate(seq.block_table)]
         return True
 
     def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
@@ -392,15 +392,13 @@ class Scheduler:
         ends = start + length == seq.num_tokens
         samples = ends and not seq.stopping.ends_with_prompt
         batch.prefill.append(PrefillChunk(seq, start, length, samples))
-        batch.new_blocks += self.block_manager.take_chunk_blocks(seq, start + length)
+        batch.new_blocks += self.block_manager.extend([seq], length)
         seq.num_computed_tokens += length
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
-        self.block_manager.cache_blocks(seq, seq.num_computed_tokens)
+        self.block_manager.cache_blocks(seq, seq.num_computed_tokens, with_last=ends)
         seq.num_pending_tokens += samples
-        if ends:
-            self.block_manager.cache_last_block(seq, seq.num_computed_tokens)
-            if seq.num_tokens >= seq.stopping.max_num_tokens:
-                self._ending.append(seq)
+        if ends and seq.num_tokens >= seq.stopping.max_num_tokens:
+            self._ending.append(seq)
         return length
 
     def _send_back(self, seq: Sequence) -> None:
@@ -421,7 +419,7 @@ class Scheduler:
         # Some may have finished or been sent back since.
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
         takes_rows = False
-        if ending and self._waiting and not manager.keeps_rows:
+        if ending and self._waiting and manager.states is None:
             # With fewer free blocks than these hold, only some could be replaced. Shared blocks count once.
             tables, num_free = [seq.block_table for seq in ending], manager.num_free_blocks
             takes_rows = sum(map(len, tables)) <= num_free or len(set().union(*tables)) <= num_free

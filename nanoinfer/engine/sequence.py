@@ -2,6 +2,7 @@
 
 import struct
 from array import array
+from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
@@ -39,6 +40,7 @@ class Sequence:
     priority: int = 0  # higher runs first
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
+    identity: Hashable = None  # what its keys, values and states depend on beside tokens; prefixes are shared within it
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is still wanted
     packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params
@@ -55,6 +57,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
     # Written by the block manager only:
     block_table: list[int] = field(default_factory=list)  # block i holds tokens [i * block_size, (i + 1) * block_size)
+    num_slots: int = 0  # tokens that its blocks have room for, in all tables
     prefix_hashes: list[tuple[int, bytes]] = field(default_factory=list)  # (chained hash, tokens) of each full block
     prefix_serials: list[int] = field(default_factory=list)  # cache entry of each block computed so far
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.blocks.partial_hits import num_common
+from nanoinfer.engine.cache_groups.partial_hits import num_common
 from nanoinfer.engine.engine import Action
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.errors import RequestError

@@ -1,21 +1,24 @@
 """What the tests of scheduler and block manager share: short makers, and a device that runs packets without a model."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Set
 from itertools import accumulate
 from random import Random
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
-from nanoinfer.engine.blocks.partial_hits import MIN_COPIED_TOKENS, BlockCopy
-from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.cache_groups.attention_group import AttentionGroup
+from nanoinfer.engine.cache_groups.cache_group import Hit
+from nanoinfer.engine.cache_groups.partial_hits import MIN_COPIED_TOKENS, CacheEntry
+from nanoinfer.engine.cache_groups.state_group import StateGroup
 from nanoinfer.engine.packet import pack, read_header
-from nanoinfer.engine.scheduled_batch import ScheduledBatch
+from nanoinfer.engine.scheduled_batch import BlockCopy, ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.stopping import NO_TOKEN
 from nanoinfer.sampling_params import SamplingParams
 
 EMPTY_TEXT = 0  # the fingerprint of no token at all
+NAN = "NaN"  # in place of a fingerprint
 
 
 def always_seven(data: bytes) -> int:
@@ -45,7 +48,7 @@ def make_scheduler(
         reserved_tokens=block_size,  # a block for each running sequence
         max_prefix_sharers=max_prefix_sharers,
     )
-    scheduler.prefix_grouper.min_saved_tokens = 0  # tests share a few blocks
+    scheduler.sharer_finder.min_saved_tokens = 0  # tests share a few blocks
     return scheduler
 
 
@@ -87,13 +90,19 @@ def num_found(length: int, block_size: int) -> int:
     return length - 1 - (tail if tail < MIN_COPIED_TOKENS else 0)
 
 
+def found_block_ids(manager: BlockManager, seq: Sequence) -> list[int]:
+    """The blocks of the first table that hold the longest cached prefix of `seq`, without one that is copied."""
+    return [column[0] for entry in manager.find_cached_prefix(seq).entries if (column := entry.columns[0])]
+
+
 def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> list[int]:
     """Give `seq` its blocks and compute all its tokens; return the ids of the blocks found in the cache."""
-    cached_block_ids = manager.find_cached_prefix(seq) if use_cache else []
-    manager.allocate(seq, cached_block_ids)
+    hit = manager.find_cached_prefix(seq) if use_cache else Hit()
+    found = [column[0] for entry in hit.entries if (column := entry.columns[0])]
+    manager.allocate(seq, hit)
     seq.num_computed_tokens = seq.num_tokens
     manager.cache_blocks(seq, seq.num_computed_tokens)
-    return cached_block_ids
+    return found
 
 
 class FakeDevice:
@@ -101,8 +110,9 @@ class FakeDevice:
 
     A slot holds the fingerprint of the whole text it was computed from, a key's or value's true dependence. So a step
     that reads a slot of another text, a stale one or one not written yet fails, and the next token, which depends on
-    the whole text, is right only if everything else was. So is the state of a row, if the model has states. windows:
-    how many tokens a token attends to in each group of layers; None for all. num_rows: rows of a group's table.
+    the whole text, is right only if everything else was. So is the state of a row, if the model has states. The
+    identity of a sequence is the beginning of its text. windows: how many tokens a token attends to in the layers of
+    each block table; None for all. num_rows: rows of a table.
     """
 
     def __init__(
@@ -118,16 +128,23 @@ class FakeDevice:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.has_states = has_states
-        self.states: dict[int, int | None] = {}  # by place, the first ones of rows -> text up to and including a token
-        self.slots: dict[tuple[int, int], int | None] = {}  # (block_id, offset) -> text up to and including that token
+        self.has_hidden_nans = False  # whether a row has had NaN and sampled nothing, so that nobody knows
+        # By place, the first ones of rows, and by block id and offset: the text up to and including that token.
+        self.states: dict[int, int | str | None] = {}
+        self.slots: dict[tuple[int, int], int | str | None] = {}
         self.token_ids: dict[int, list[int]] = {}  # by row
+        self.identities: dict[int, Hashable] = {}  # by row
         self.block_tables: dict[int, dict[int, int]] = defaultdict(dict)  # by row and column
 
-    def run(self, batch: ScheduledBatch, fails: bool = False) -> list[int]:
-        """Return the token ids of `batch.sampled`. A step that fails leaves garbage where it was to write."""
+    def run(self, batch: ScheduledBatch, fails: bool = False, nans: Set[int] = frozenset()) -> list[int]:
+        """Return the token ids of `batch.sampled`. A step that fails leaves garbage where it was to write.
+
+        nans: ids of sequences that compute NaN, and so does whoever reads what they write. They get NO_TOKEN.
+        """
         packet = pack(batch)
         header = read_header(packet)
         sections = header.on_host(packet)
+        self.identities |= {seq.held_row: seq.identity for seq in batch.admitted}
         known_tokens = iter(sections.known_tokens[:, 0].tolist())
         for row, num_tokens, *_ in sections.row_records.tolist():
             self.token_ids[row] = [next(known_tokens) for _ in range(num_tokens)]
@@ -145,38 +162,59 @@ class FakeDevice:
 
         decode_rows = sections.decode_rows[:, 0].tolist()
         chunks = sections.chunks.tolist() + [[row, len(self.token_ids[row]) - 1, 1] for row in decode_rows]
+        sampled_rows = [row for row, _, _ in chunks[: header.num_prefill_samples]] + decode_rows
         for row, start, length in chunks:  # every layer writes all its keys and values before it reads any
-            texts = fingerprints(self.token_ids[row])
+            texts = fingerprints(self.token_ids[row], self.identities.get(row))
             for group in range(len(self.windows)):
                 for position in range(start, start + length):
                     self.slots[self.slot(row, position, group)] = None if fails else texts[position] + group
-            if self.has_states:
-                assert fails or start == 0 or self.states[row] == texts[start - 1], (
-                    f"the state of row {row} is that of another text than its first {start} tokens"
-                )
-                self.states[row] = None if fails else texts[start + length - 1]
-        sampled_rows = [row for row, _, _ in chunks[: header.num_prefill_samples]] + decode_rows
         if fails:
+            for row in {row for row, _, _ in chunks}:
+                self.states[row] = None
             for row in sampled_rows:
                 self.token_ids[row].append(0)
             return []
-        self.check_prefix_groups(sections.decode_rows.tolist())
+        self.check_prefix_sharers(sections.decode_rows.tolist())
+        nan_rows = self.spread_nans(chunks, {seq.held_row for seq in batch.sampled if seq.seq_id in nans})
+        self.has_hidden_nans |= not nan_rows <= {*sampled_rows}
         for row, start, length in chunks:
-            texts = fingerprints(self.token_ids[row])
+            texts = fingerprints(self.token_ids[row], self.identities.get(row))
             for group, window in enumerate(self.windows):
                 for position in range(0 if window is None else max(0, start - window + 1), start + length):
                     found = self.slots.get(self.slot(row, position, group))
-                    assert found == texts[position] + group, f"row {row} reads another text at position {position}"
+                    right = found == texts[position] + group or (row in nan_rows and found == NAN)
+                    assert right, f"row {row} reads another text at position {position}"
                 for column in range(0 if window is None else max(0, start - window + 1) // self.block_size):
                     block_id, first = self.block_tables[row + group * self.num_rows][column], column * self.block_size
-                    own = self.slots.get((block_id, 0)) == texts[first] + group
+                    own = self.slots.get((block_id, 0)) in (texts[first] + group, NAN)
                     assert block_id == 0 or own, "an entry before the window points to a block of another text"
-
+            if self.has_states:
+                right = start == 0 or self.states[row] == texts[start - 1] or row in nan_rows
+                assert right, f"the state of row {row} is that of another text than its first {start} tokens"
+                self.states[row] = NAN if row in nan_rows else texts[start + length - 1]
         for row in sampled_rows:
-            self.token_ids[row].append(next_token(self.token_ids[row], self.vocab_size))
+            token_id = next_token(self.token_ids[row], self.vocab_size, self.identities.get(row))
+            self.token_ids[row].append(NO_TOKEN if row in nan_rows else token_id)
         return [self.token_ids[row][-1] for row in sampled_rows]
 
-    def check_prefix_groups(self, decode_rows: list[list[int]]) -> None:
+    def spread_nans(self, chunks: list[list[int]], nan_rows: set[int]) -> set[int]:
+        """Have these rows, and those that read what they write, write NaN; return all these rows."""
+        num_known = -1
+        while num_known < len(nan_rows):
+            num_known = len(nan_rows)
+            for row, start, length in chunks:
+                for group, window in enumerate(self.windows):
+                    read = range(0 if window is None else max(0, start - window + 1), start + length)
+                    if any(self.slots.get(self.slot(row, position, group)) == NAN for position in read):
+                        nan_rows.add(row)
+                if self.has_states and start > 0 and self.states[row] == NAN:
+                    nan_rows.add(row)
+                for group in range(len(self.windows) if row in nan_rows else 0):
+                    for position in range(start, start + length):
+                        self.slots[self.slot(row, position, group)] = NAN
+        return nan_rows
+
+    def check_prefix_sharers(self, decode_rows: list[list[int]]) -> None:
         """Attention takes the first blocks of a group's first row for all rows of the group, and masks no token."""
         in_no_group = [True] * len(decode_rows)
         for first_row, (first, num_blocks, num_rows) in enumerate(decode_rows):
@@ -196,18 +234,19 @@ class FakeDevice:
 
     def slot(self, row: int, position: int, group: int = 0) -> tuple[int, int]:
         block_id = self.block_tables[row + group * self.num_rows][position // self.block_size]
-        assert block_id != 0 or len(self.windows) == 1, "the page that nobody is given"
+        assert block_id != 0 or not any(self.windows), "the page that nobody is given"
         return block_id, position % self.block_size
 
 
-def fingerprints(token_ids: list[int]) -> list[int]:
+def fingerprints(token_ids: Iterable[int], identity: Hashable = None) -> list[int]:
     """One number for each prefix of `token_ids`, that of its whole text."""
-    return list(accumulate(token_ids, lambda text, token_id: hash((text, token_id)), initial=EMPTY_TEXT))[1:]
+    empty = EMPTY_TEXT if identity is None else hash(identity)
+    return list(accumulate(token_ids, lambda text, token_id: hash((text, token_id)), initial=empty))[1:]
 
 
-def next_token(token_ids: list[int], vocab_size: int) -> int:
+def next_token(token_ids: list[int], vocab_size: int, identity: Hashable = None) -> int:
     """The fake model: any token of the text changes what comes next."""
-    return fingerprints(token_ids)[-1] % vocab_size
+    return fingerprints(token_ids, identity)[-1] % vocab_size
 
 
 def completion_alone(seq: Sequence, scheduler: Scheduler, vocab_size: int) -> tuple[list[int], str]:
@@ -215,7 +254,7 @@ def completion_alone(seq: Sequence, scheduler: Scheduler, vocab_size: int) -> tu
     token_ids = list(seq.prompt_token_ids)
     params = seq.sampling_params
     while True:
-        token_ids.append(next_token(token_ids, vocab_size))
+        token_ids.append(next_token(token_ids, vocab_size, seq.identity))
         completion = token_ids[seq.num_prompt_tokens :]
         if token_ids[-1] in scheduler.stop_token_ids and not params.ignore_eos:
             return completion, "stop"
@@ -228,7 +267,7 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
     assert not (batch.prefill and batch.decode)
     assert batch.num_prefill_tokens <= scheduler.max_num_batched_tokens
     assert all(chunk.length > 0 for chunk in batch.prefill)
-    if not isinstance(scheduler.block_manager, HybridBlockManager):
+    if scheduler.block_manager.states is None:
         assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk may be cut"
     if batch.decode:
         assert all(seq.num_tokens <= seq.stopping.max_num_tokens for seq in batch.decode), "longer than it may be"
@@ -236,7 +275,7 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
         assert all(in_flight and seq.num_tokens == seq.stopping.max_num_tokens for seq in left_out), (
             "its last token is in flight"
         )
-        in_groups = batch.decode[: sum(group.num_rows for group in batch.prefix_groups)]
+        in_groups = batch.decode[: sum(group.num_rows for group in batch.prefix_sharers)]
         others = [seq for seq in scheduler.running if seq not in left_out and seq not in in_groups]
         assert batch.decode == in_groups + others, "only the rows of groups leave their order"
         assert len(batch.decode) == len(scheduler.running) - len(left_out)
@@ -254,6 +293,7 @@ def check_invariants(
     waiting = [seq for seq in seqs if seq.status is SequenceStatus.WAITING]
     assert scheduler.num_waiting == len(waiting)
     for seq in waiting:
+        assert not manager.holds(seq)
         assert (seq.row, seq.block_table, seq.num_computed_tokens, seq.num_pending_tokens) == (None, [], 0, 0)
     running = {seq for seq in seqs if seq.status is SequenceStatus.RUNNING}
     ending = running - {*scheduler.running}
@@ -267,68 +307,101 @@ def check_invariants(
 
     assert {seq for seq in seqs if seq.status is SequenceStatus.PAUSED} == {*scheduler.paused}
     assert all(seq.num_pending_tokens == 0 for seq in scheduler.paused)
-    assert all((seq.row is None) == (not seq.block_table) for seq in scheduler.paused)
+    assert all((seq.row is None) != manager.holds(seq) for seq in scheduler.paused)
     holding = scheduler.running + [seq for seq in scheduler.paused if seq.row is not None]
     rows = {seq.row for seq in holding}
     assert len(rows) == len(holding), "a row has two sequences"
     assert rows <= set(range(scheduler.max_num_seqs))
     holding += ending
 
+    tables = manager.attention
     users = defaultdict(list)
     for seq in holding:
-        assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
-        for column, block_id in enumerate(seq.block_table):
-            users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
-        if isinstance(manager, WindowedBlockManager):
-            tables = manager._tables[seq]
-            for column, block_ids in enumerate(tables.columns, tables.first):
-                for block_id in block_ids:
-                    users[block_id].append((column, seq.token_ids[: (column + 1) * manager.block_size]))
+        assert manager.holds(seq)
+        for group in tables:
+            held = group.held[seq]
+            assert held.end * manager.block_size >= seq.num_computed_tokens
+            assert [*held.columns] == [*range(held.first, held.end)]
+            for index, column in held.columns.items():
+                for place, block_id in enumerate(column):
+                    text = seq.identity, seq.token_ids[: (index + 1) * manager.block_size]
+                    users[block_id].append((group.index, place, index, *text))
+            if group.window is None:
+                assert [column[0] for column in held.columns.values()] == seq.block_table
+    for group in tables:
+        assert {*group.held} == {*holding}
+        for held in group.held.values():
+            assert len(held.columns) <= group._max_columns, "it holds blocks that its window has left"
     for texts in users.values():
         assert all(text == texts[0] for text in texts), "a block is shared by different texts"
     assert manager.num_used_blocks == len(users.keys() | {copy.source for copy in copies})
     assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
-    if isinstance(manager, HybridBlockManager):
-        check_snapshots(manager, seqs)
-    if isinstance(manager, WindowedBlockManager):
-        check_windows(manager, holding)
+    check_entries(manager)
+    if group := manager.states:
+        check_snapshots(group, seqs)
 
 
-def check_windows(manager: WindowedBlockManager, holding: list[Sequence]) -> None:
-    """A sequence holds no block that its window has left, but for those of its last block and chunk."""
-    assert {*manager._tables} == {*holding}
-    owned = {block_id: owner for owner, column in manager._cached_columns.items() for block_id in column}
-    assert owned == manager._owners
-    assert all(manager._blocks[block_id].entry is not None for block_id in manager._cached_columns)
-    for tables in manager._tables.values():
-        assert len(tables.columns) <= manager._max_columns
+def check_entries(manager: BlockManager) -> None:
+    """Pages and entries name each other; entries that nothing hangs on are gone; copies are made from whole entries."""
+    pool = manager.pool
+    entries = pool._entries.values()
+    owners = {block_id: entry for entry in entries for column in entry.columns for block_id in column or ()}
+    assert owners == {block.block_id: block.entry for block in pool.blocks if block.entry is not None}
+    assert pool._full == {entry.hash: entry for entry in entries if entry.hash is not None}
+    listed = [entry for items in pool.copies._new.values() for _, _, entry in items]
+    listed += [entry for items in pool.copies._siblings.values() for _, _, entry in items]
+    assert {*listed} == {entry for entry in entries if None not in entry.columns}
+    if not pool.counts_uses:
+        assert all(entry.columns[0] is not None for entry in entries)
+        return
+    uses = Counter(entry.parent_serial for entry in entries)
+    uses.update(entry.serial for entry in entries for column in entry.columns if column is not None)
+    uses.update(serial for seq in manager._holding for serial in seq.prefix_serials)
+    if group := manager.states:
+        uses.update(snapshot.parent_serial for snapshot in group.snapshots._kept)
+    assert all(0 < entry.num_uses == uses[entry.serial] for entry in entries)
 
 
-def check_snapshots(manager: HybridBlockManager, seqs: list[Sequence]) -> None:
+def check_snapshots(group: StateGroup, seqs: list[Sequence]) -> None:
     """Every place has one snapshot, kept or planned, or is free; what waits is known, and nothing else."""
-    snapshots = manager.snapshots
-    planned = [snapshot for plan in manager._plans.values() for snapshot in plan]
+    snapshots = group.snapshots
+    planned = [snapshot for plan in group.plans.values() for snapshot in plan]
     places = [snapshot.place for snapshot in [*planned, *snapshots._kept]] + snapshots._free
     assert len({*places}) == len(places) == snapshots.num_places
     holding = {seq for seq in seqs if seq.row is not None}
-    assert {*manager._plans} <= holding, "a sequence without a row is to leave states"
+    assert {*group.plans} <= holding, "a sequence without a row is to leave states"
     found = [snapshot for children in snapshots._children.values() for snapshot in children.values()]
     assert {*found} == {*snapshots._kept}
     awaited = [snapshot for by_text in snapshots._awaited.values() for snapshot in by_text.values()]
     assert {*awaited} <= {*planned, *snapshots._new}
-    waiting = sorted(seq.token_ids for seq in seqs if seq.status is SequenceStatus.WAITING)
-    assert manager._queued._sorted() == waiting, (manager._queued._sorted(), waiting)
+    for identity in {seq.identity for seq in seqs}:
+        waiting = [seq for seq in seqs if seq.status is SequenceStatus.WAITING and seq.identity == identity]
+        assert group.queued[identity]._sorted() == sorted(seq.token_ids for seq in waiting)
 
 
 def check_cache_contents(manager: BlockManager, device: FakeDevice, seqs: list[Sequence]) -> None:
     """Whatever a lookup of one of these sequences finds holds just that sequence's text on the device."""
+    size, tables = manager.block_size, manager.attention
     for seq in seqs:
-        texts = fingerprints(seq.token_ids)
-        for index, block_id in enumerate(manager.find_cached_prefix(seq)):
-            blocks = [block_id]
-            if isinstance(manager, WindowedBlockManager):
-                blocks += manager._cached_columns.get(block_id, ())
-            for group, one in enumerate(blocks):
-                held = [device.slots.get((one, offset)) for offset in range(manager.block_size)]
-                expected = [text + group for text in texts[index * manager.block_size :][: manager.block_size]]
-                assert held == expected, f"block {one} is cached under a text that it does not hold"
+        hit, texts = manager.find_cached_prefix(seq), fingerprints(seq.token_ids, seq.identity)
+        num_full = len(hit.entries) * size
+        for index, entry in enumerate([*hit.entries, *([hit.source] if hit.source else [])]):
+            expected = texts[
+                index * size : (index + 1) * size if index < len(hit.entries) else num_full + hit.num_copied
+            ]
+            for table, block_id in pages_of(tables, entry):
+                held = [device.slots.get((block_id, offset)) for offset in range(len(expected))]
+                assert held == [text + table for text in expected], (
+                    f"{block_id} is cached under a text it does not hold"
+                )
+        group = manager.states
+        if group and hit.snapshot and all(copy.target != hit.snapshot.place for copy in group.snapshots._to_keep):
+            assert device.states[hit.snapshot.place] == texts[num_full + hit.num_copied - 1]
+
+
+def pages_of(tables: list[AttentionGroup], entry: CacheEntry) -> Iterable[tuple[int, int]]:
+    """The pages of an entry, each with the number of its table."""
+    first_table = 0
+    for group in tables:
+        yield from enumerate(entry.columns[group.index] or (), first_table)
+        first_table += group.num_tables

@@ -6,9 +6,11 @@ import pytest
 import xxhash
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.blocks.partial_hits import BlockCopy, num_common
+from nanoinfer.engine.cache_groups.cache_group import Hit
+from nanoinfer.engine.cache_groups.partial_hits import num_common
+from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock
 from nanoinfer.engine.sequence import Sequence
-from tests.engine.helpers import always_seven, make_sequence, prefill
+from tests.engine.helpers import always_seven, found_block_ids, make_sequence, prefill
 
 
 class CountingHash:
@@ -27,8 +29,8 @@ class CountingHash:
 def test_a_sequence_gets_blocks_for_all_its_tokens(num_tokens: int, num_blocks: int) -> None:
     manager = BlockManager(num_blocks=3, block_size=4)
     seq = make_sequence(0, [1] * num_tokens)
-    assert manager.num_blocks_to_allocate(seq, []) == num_blocks
-    manager.allocate(seq, [])
+    assert manager.num_blocks_to_allocate(seq, Hit()) == num_blocks
+    manager.allocate(seq, Hit())
     assert seq.block_table == list(range(num_blocks))
 
 
@@ -39,7 +41,9 @@ def test_a_sequence_takes_one_more_block_when_its_last_is_full() -> None:
     assert manager.needing_block([seq]) == []
     seq.num_computed_tokens += 1
     assert manager.needing_block([seq]) == [seq]
-    assert manager.append_block(seq) == 2
+    seq.row = 7
+    assert manager.make_room([seq])
+    assert manager.extend([seq]) == [NewBlock(7, column, column) for column in range(3)], "the device was told of none"
     assert seq.block_table == [0, 1, 2]
     assert manager.needing_block([seq]) == []
 
@@ -48,7 +52,9 @@ def test_a_shared_block_is_freed_only_after_its_last_user() -> None:
     manager = BlockManager(num_blocks=3, block_size=4)
     first, second = make_sequence(0, [1, 2, 3, 4, 5]), make_sequence(1, [1, 2, 3, 4, 6])
     prefill(manager, first)
-    assert manager.num_blocks_to_allocate(second, [0]) == 1, "block 0 costs nothing while it is in use"
+    assert manager.num_blocks_to_allocate(second, manager.find_cached_prefix(second)) == 1, (
+        "block 0 costs nothing while it is in use"
+    )
     prefill(manager, second)
     assert (first.block_table, second.block_table) == ([0, 1], [0, 2])
     assert manager.num_free_blocks == 0
@@ -58,7 +64,8 @@ def test_a_shared_block_is_freed_only_after_its_last_user() -> None:
     manager.free(second)
     assert manager.num_free_blocks == 3
     assert manager.num_frees > before, "who waits for blocks notices"
-    assert manager.num_blocks_to_allocate(make_sequence(2, [1, 2, 3, 4, 5]), [0]) == 2, "an idle block is a free one"
+    third = make_sequence(2, [1, 2, 3, 4, 5])
+    assert manager.num_blocks_to_allocate(third, manager.find_cached_prefix(third)) == 2, "an idle block is a free one"
 
 
 def test_a_freed_sequence_holds_nothing_and_can_be_allocated_again() -> None:
@@ -79,12 +86,13 @@ def test_the_blocks_that_were_found_are_those_that_are_given_though_all_others_a
     prefill(manager, first)
     manager.free(first)
     follower = make_sequence(1, [1, 2, 3, 4, 9])
-    found = manager.find_cached_prefix(follower)
-    assert manager.num_blocks_to_allocate(follower, found) == manager.num_free_blocks == 3
-    manager.allocate(follower, found)
+    hit = manager.find_cached_prefix(follower)
+    found = [block_id for entry in hit.entries for block_id in entry.columns[0] or ()]
+    assert manager.num_blocks_to_allocate(follower, hit) == manager.num_free_blocks == 3
+    manager.allocate(follower, hit)
     assert follower.block_table == [*found, 2], "the last block did not take the place of one that was found"
     assert follower.num_computed_tokens == 4
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 9])) == found
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 3, 4, 9])) == found
 
 
 # The order in which free blocks are used again.
@@ -98,9 +106,9 @@ def test_blocks_without_an_entry_are_reused_before_cached_ones() -> None:
     manager.free(full)
     manager.free(partial)  # last, and still before block 0
     other = make_sequence(2, [7, 8, 9])
-    manager.allocate(other, [])
+    manager.allocate(other, Hit())
     assert set(other.block_table) == {1, 2}
-    assert manager.find_cached_prefix(make_sequence(3, [1, 2, 3])) == [0]
+    assert found_block_ids(manager, make_sequence(3, [1, 2, 3])) == [0]
 
 
 def test_the_tail_of_a_sequence_is_reused_before_its_head() -> None:
@@ -109,9 +117,9 @@ def test_the_tail_of_a_sequence_is_reused_before_its_head() -> None:
     prefill(manager, seq)
     manager.free(seq)
     other = make_sequence(1, [9] * 5)
-    manager.allocate(other, [])
+    manager.allocate(other, Hit())
     assert other.block_table == [3, 2, 1]
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 5])) == [0]
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 3, 4, 5])) == [0]
 
 
 def test_of_the_cached_blocks_the_least_recently_used_goes_first() -> None:
@@ -123,9 +131,9 @@ def test_of_the_cached_blocks_the_least_recently_used_goes_first() -> None:
         manager.free(seq)
     prefill(manager, older)  # used again: now the other one is the least recently used
     manager.free(older)
-    manager.allocate(make_sequence(2, [9] * 5), [])
-    assert manager.find_cached_prefix(make_sequence(3, [1, 2, 0])) == [0]
-    assert manager.find_cached_prefix(make_sequence(4, [3, 4, 0])) == []
+    manager.allocate(make_sequence(2, [9] * 5), Hit())
+    assert found_block_ids(manager, make_sequence(3, [1, 2, 0])) == [0]
+    assert found_block_ids(manager, make_sequence(4, [3, 4, 0])) == []
 
 
 def test_a_block_that_is_handed_out_again_is_found_no_more() -> None:
@@ -135,7 +143,7 @@ def test_a_block_that_is_handed_out_again_is_found_no_more() -> None:
     manager.free(seq)
     other = make_sequence(1, [7, 8, 9])
     prefill(manager, other)
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3])) == []
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 3])) == []
     assert manager.num_cached_blocks == 1
 
 
@@ -161,7 +169,7 @@ def test_a_prefix_is_found_in_full_blocks_and_one_token_is_left_to_compute(
 ) -> None:
     manager = BlockManager(num_blocks=8, block_size=2)
     prefill(manager, make_sequence(0, [1, 2, 3, 4, 5, 6, 7]))
-    assert manager.find_cached_prefix(make_sequence(1, prompt)) == cached_block_ids
+    assert found_block_ids(manager, make_sequence(1, prompt)) == cached_block_ids
 
 
 @pytest.mark.parametrize(("num_tokens", "num_cached"), [(255, 0), (256, 0), (257, 256), (512, 256), (513, 512)])
@@ -177,15 +185,15 @@ def test_a_prompt_seen_before_still_computes_its_last_token(num_tokens: int, num
 def test_a_block_is_cached_once_it_is_computed_and_not_before() -> None:
     manager = BlockManager(num_blocks=8, block_size=2)
     seq, equal = make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3, 4, 5])
-    manager.allocate(seq, [])
-    assert manager.find_cached_prefix(equal) == []
+    manager.allocate(seq, Hit())
+    assert found_block_ids(manager, equal) == []
     seq.num_computed_tokens = 3
     manager.cache_blocks(seq, seq.num_computed_tokens)
-    assert manager.find_cached_prefix(equal) == [0]
+    assert found_block_ids(manager, equal) == [0]
     seq.token_ids.append(4)  # a generated token is cached as a prompt's
     seq.num_computed_tokens = 4
     manager.cache_blocks(seq, seq.num_computed_tokens)
-    assert manager.find_cached_prefix(equal) == [0, 1]
+    assert found_block_ids(manager, equal) == [0, 1]
 
 
 def test_of_two_blocks_with_the_same_text_the_first_is_found() -> None:
@@ -195,7 +203,7 @@ def test_of_two_blocks_with_the_same_text_the_first_is_found() -> None:
     prefill(manager, second, use_cache=False)
     assert second.block_table == [2, 3]
     assert manager.num_cached_blocks == 1
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3])) == [0]
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 3])) == [0]
 
 
 def test_without_prefix_caching_nothing_is_hashed_cached_or_found() -> None:
@@ -215,7 +223,7 @@ def test_each_block_of_a_waiting_prompt_is_hashed_once_however_often_it_is_looke
     waiting = make_sequence(1, [1, 2, 3, 4, 5, 6, 7])
     counting_hash.num_calls = 0
     for _ in range(10):
-        assert manager.find_cached_prefix(waiting) == [0, 1]
+        assert found_block_ids(manager, waiting) == [0, 1]
     assert counting_hash.num_calls == 3  # the third block is not found
     prefill(manager, waiting)
     assert counting_hash.num_calls == 3
@@ -227,8 +235,8 @@ def test_each_block_of_a_waiting_prompt_is_hashed_once_however_often_it_is_looke
 def test_a_colliding_hash_never_serves_another_text() -> None:
     manager = BlockManager(num_blocks=8, block_size=2, hash_function=always_seven)
     prefill(manager, make_sequence(0, [1, 2, 0]))
-    assert manager.find_cached_prefix(make_sequence(1, [3, 4, 0])) == []
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 0])) == [0]
+    assert found_block_ids(manager, make_sequence(1, [3, 4, 0])) == []
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 0])) == [0]
 
 
 def test_a_colliding_hash_never_serves_the_same_tokens_at_another_position() -> None:
@@ -242,16 +250,16 @@ def test_a_colliding_hash_never_serves_the_same_tokens_at_another_position() -> 
 def test_a_colliding_hash_never_serves_a_block_after_another_parent() -> None:
     manager = BlockManager(num_blocks=9, block_size=2, hash_function=always_seven)
     prefill(manager, make_sequence(0, [1, 1, 5, 5, 0]))  # leaves the entry of [5, 5] after [1, 1]
-    assert manager.find_cached_prefix(make_sequence(1, [5, 5, 0])) == []
-    assert manager.find_cached_prefix(make_sequence(2, [2, 2, 5, 5, 0])) == []
+    assert found_block_ids(manager, make_sequence(1, [5, 5, 0])) == []
+    assert found_block_ids(manager, make_sequence(2, [2, 2, 5, 5, 0])) == []
 
 
 def test_of_two_colliding_texts_the_newest_is_kept() -> None:
     manager = BlockManager(num_blocks=8, block_size=2, hash_function=always_seven)
     prefill(manager, make_sequence(0, [1, 2, 0]))
     prefill(manager, make_sequence(1, [3, 4, 0]))
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 0])) == []
-    assert manager.find_cached_prefix(make_sequence(3, [3, 4, 0])) == [2]
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 0])) == []
+    assert found_block_ids(manager, make_sequence(3, [3, 4, 0])) == [2]
     assert manager.num_cached_blocks == 1
 
 
@@ -260,16 +268,16 @@ def test_a_block_whose_parent_is_gone_is_not_found_and_can_be_replaced() -> None
     first, second = make_sequence(0, [1, 2, 0]), make_sequence(1, [1, 2, 3, 4, 0])
     prefill(manager, first)  # [1, 2] is cached in block 0
     prefill(manager, second, use_cache=False)  # [3, 4] in block 3, as the child of block 0
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 0])) == [0, 3]
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 3, 4, 0])) == [0, 3]
     manager.free(first)
     other = make_sequence(3, [7, 8, 9])
     prefill(manager, other)  # takes block 0: block 3 is an orphan now
-    assert manager.find_cached_prefix(make_sequence(4, [1, 2, 3, 4, 0])) == []
+    assert found_block_ids(manager, make_sequence(4, [1, 2, 3, 4, 0])) == []
     manager.free(other)
     manager.free(second)
     again = make_sequence(5, [1, 2, 3, 4, 0])
     assert prefill(manager, again) == []
-    assert manager.find_cached_prefix(make_sequence(6, [1, 2, 3, 4, 0])) == again.block_table[:2]
+    assert found_block_ids(manager, make_sequence(6, [1, 2, 3, 4, 0])) == again.block_table[:2]
 
 
 # Forgetting.
@@ -279,8 +287,8 @@ def test_a_forgotten_block_is_not_found_and_stays_with_its_user() -> None:
     manager = BlockManager(num_blocks=4, block_size=2)
     seq = make_sequence(0, [1, 2, 3, 4, 5])
     prefill(manager, seq)
-    manager.evict_blocks([1, 2])
-    assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0]
+    manager.evict_failed(seq, start=2)
+    assert found_block_ids(manager, make_sequence(1, [1, 2, 3, 4, 5])) == [0]
     assert (manager.num_cached_blocks, manager.num_used_blocks) == (1, 3)
 
 
@@ -291,20 +299,20 @@ def test_resetting_the_cache_leaves_running_sequences_their_blocks() -> None:
     manager.reset_prefix_cache()
     assert manager.num_cached_blocks == 0
     assert seq.block_table == [0, 1]
-    assert manager.find_cached_prefix(equal) == []
+    assert found_block_ids(manager, equal) == []
 
     seq.token_ids.append(4)  # the running sequence fills its next block
     seq.num_computed_tokens += 1
     manager.cache_blocks(seq, seq.num_computed_tokens)
-    assert manager.find_cached_prefix(equal) == []  # what came before it was forgotten
+    assert found_block_ids(manager, equal) == []  # what came before it was forgotten
 
     prefill(manager, equal)
     assert equal.block_table == [2, 3, 4]
-    assert manager.find_cached_prefix(make_sequence(2, [1, 2, 3, 4, 5])) == [2, 3]
+    assert found_block_ids(manager, make_sequence(2, [1, 2, 3, 4, 5])) == [2, 3]
     manager.free(seq)
     manager.free(equal)
     manager.reset_prefix_cache()
-    assert manager.find_cached_prefix(make_sequence(3, [1, 2, 3, 4, 5])) == [], (
+    assert found_block_ids(manager, make_sequence(3, [1, 2, 3, 4, 5])) == [], (
         "blocks that nobody uses are forgotten too"
     )
     assert manager.num_free_blocks == 6
@@ -318,12 +326,13 @@ def test_blocks_are_neither_given_nor_freed_twice() -> None:
     seq = make_sequence(0, [1, 2, 3])
     prefill(manager, seq)
     with pytest.raises(AssertionError, match="sequence 0 already holds blocks"):
-        manager.allocate(seq, [])
-    table = list(seq.block_table)
+        manager.allocate(seq, Hit())
+    block_id = seq.block_table[0]
     manager.free(seq)
-    seq.block_table = table
+    manager.free(seq)
+    assert manager.num_free_blocks == 4, "it holds nothing any more"
     with pytest.raises(AssertionError, match="freed more often than it was given out"):
-        manager.free(seq)
+        manager.release([BlockCopy(block_id, 3, 1)])
 
 
 # Hits that end within a block.
@@ -335,10 +344,14 @@ def run_step(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, Blo
     seq = make_sequence(0, token_ids)
     copies = manager.allocate(seq, manager.find_cached_prefix(seq))
     num_found, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
-    manager.cache_blocks(seq, seq.num_computed_tokens)
-    manager.cache_last_block(seq, seq.num_computed_tokens)
+    manager.cache_blocks(seq, seq.num_computed_tokens, with_last=True)
     seq.num_cached_tokens = num_found
     return seq, copies[0] if copies else None
+
+
+def num_found_later(manager: BlockManager, prompt: list[int]) -> int:
+    seq = make_sequence(9, prompt)
+    return manager.num_found_later(seq, manager.find_cached_prefix(seq))
 
 
 @pytest.mark.parametrize(
@@ -374,19 +387,19 @@ def test_a_prompt_waits_only_for_tokens_that_are_not_found_already() -> None:
     run_step(manager, [1, 2, 3, 0])
     run_step(manager, [1, 2, 3, 4, 4])  # what it computes is found from the next step on
     prompts = [1, 2, 3, 4, 5], [1, 2, 3, 4, 4, 4], [1, 2, 3, 9, 9], [1, 2, 3, 0, 5], [1, 2], [9, 2, 3, 4]
-    assert [manager.num_found_later(make_sequence(9, prompt), []) for prompt in prompts] == [1, 2, 0, 0, 0, 0]
+    assert [num_found_later(manager, prompt) for prompt in prompts] == [1, 2, 0, 0, 0, 0]
     manager.start_step()
-    assert [manager.num_found_later(make_sequence(9, prompt), []) for prompt in prompts] == [0] * 6
+    assert [num_found_later(manager, prompt) for prompt in prompts] == [0] * 6
 
 
 def test_what_a_step_computes_is_copied_by_later_steps_only() -> None:
     manager = BlockManager(num_blocks=6, block_size=4, min_copied_tokens=2)
     run_step(manager, [1, 2, 3, 4, 5])
     seq = make_sequence(1, [1, 2, 3, 9])
-    assert manager.allocate(seq, []) == []
+    assert manager.allocate(seq, manager.find_cached_prefix(seq)) == []
     manager.free(seq)
     manager.start_step()
-    assert manager.allocate(seq, []) == [BlockCopy(0, seq.block_table[0], 3)]
+    assert manager.allocate(seq, manager.find_cached_prefix(seq)) == [BlockCopy(0, seq.block_table[0], 3)]
 
 
 def test_a_source_is_not_handed_out_before_it_is_released() -> None:
@@ -398,7 +411,7 @@ def test_a_source_is_not_handed_out_before_it_is_released() -> None:
     assert manager.num_free_blocks == 1
     manager.free(second)
     other = make_sequence(2, [5] * 8)
-    manager.allocate(other, [])
+    manager.allocate(other, Hit())
     assert copy.source not in other.block_table
     before = manager.num_frees
     manager.release([copy])
@@ -417,7 +430,8 @@ def test_a_source_that_must_be_handed_out_itself_is_not_copied() -> None:
 def test_an_evicted_block_is_not_copied() -> None:
     manager = BlockManager(num_blocks=6, block_size=4, min_copied_tokens=2)
     full, partial = run_step(manager, [1, 2, 3, 4])[0], run_step(manager, [5, 6, 7])[0]
-    manager.evict_blocks(full.block_table)
+    manager.evict_failed(full)
+    assert not found_block_ids(manager, make_sequence(1, [1, 2, 3, 4, 5]))
     manager.reset_prefix_cache()
     for prompt in ([1, 2, 3, 9], [5, 6, 7, 9]):
         assert run_step(manager, prompt)[1] is None
@@ -432,7 +446,7 @@ def test_a_block_that_fills_up_keeps_one_entry() -> None:
     manager.cache_blocks(seq, 4)
     assert manager.num_cached_blocks == 1
     manager.start_step()
-    assert manager.find_cached_prefix(make_sequence(1, [1, 2, 3, 4, 5])) == [0]
+    assert found_block_ids(manager, make_sequence(1, [1, 2, 3, 4, 5])) == [0]
     manager.free(seq)
     manager.reset_prefix_cache()
     assert run_step(manager, [1, 2, 3, 4, 5])[1] is None

@@ -5,11 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from nanoinfer.engine.blocks.partial_hits import BlockCopy
-from nanoinfer.engine.blocks.state_snapshots import StateCopy
 from nanoinfer.engine.packet import DeviceSections, HostSections, Packet, pack, read_header
+from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.engine.row_options import AskingRow, read_asking_rows
-from nanoinfer.engine.scheduled_batch import NewBlock, PrefillChunk, PrefixGroup, ScheduledBatch
+from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, PrefillChunk, ScheduledBatch, StateCopy
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import Stopping
 from nanoinfer.sampling_params import SamplingParams
@@ -173,10 +172,10 @@ def test_a_step_that_awaits_masks_says_so_and_is_otherwise_the_same() -> None:
         assert np.array_equal(one, two)
 
 
-def test_a_prefix_group_tells_its_rows_how_many_blocks_they_share_and_the_first_how_many_rows_follow() -> None:
+def test_prefix_sharers_tell_their_rows_how_many_blocks_they_share_and_the_first_how_many_rows_follow() -> None:
     decode = [sequence_in_row(row, [1]) for row in (4, 1, 6, 0, 3, 2)]
-    groups = [PrefixGroup(first_row=0, num_rows=3, num_blocks=5), PrefixGroup(first_row=3, num_rows=2, num_blocks=1)]
-    sections = sections_of(pack(ScheduledBatch(decode=decode, prefix_groups=groups)))
+    sharers = [PrefixSharers(first_row=0, num_rows=3, num_blocks=5), PrefixSharers(3, num_rows=2, num_blocks=1)]
+    sections = sections_of(pack(ScheduledBatch(decode=decode, prefix_sharers=sharers)))
     assert sections.decode_rows.tolist() == [[4, 5, 3], [1, 5, 0], [6, 5, 0], [0, 1, 2], [3, 1, 0], [2, 0, 0]]
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.cache_groups.cache_group import Hit
 from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.scheduler import RESERVED_TOKENS, Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -11,6 +12,7 @@ from tests.engine.helpers import (
     add_prompts,
     benchmark_requests,
     check_invariants,
+    found_block_ids,
     make_scheduler,
     make_sequence,
     run_to_the_end,
@@ -32,7 +34,7 @@ class LookupCounter(BlockManager):
 
     num_lookups = 0
 
-    def find_cached_prefix(self, seq: Sequence) -> list[int]:
+    def find_cached_prefix(self, seq: Sequence) -> Hit:
         self.num_lookups += 1
         return super().find_cached_prefix(seq)
 
@@ -395,7 +397,7 @@ def test_a_failed_prefill_leaves_what_earlier_steps_cached() -> None:
     assert chunks(batch) == [(1, 2, 3, True)]
     scheduler.discard([batch])
     assert ids(scheduler.running) == [0]
-    assert scheduler.block_manager.find_cached_prefix(make_sequence(2, [1, 2, 5, 6, 7])) == [0]
+    assert found_block_ids(scheduler.block_manager, make_sequence(2, [1, 2, 5, 6, 7])) == [0]
 
 
 def test_a_failed_decode_leaves_all_requests_queued_with_their_tokens() -> None:
@@ -563,7 +565,7 @@ def groups(batch: ScheduledBatch) -> list[tuple[list[int], int]]:
     """(sequences, shared blocks) of each prefix group."""
     return [
         (ids(batch.decode[first_row : first_row + num_rows]), num_blocks)
-        for first_row, num_rows, num_blocks in batch.prefix_groups
+        for first_row, num_rows, num_blocks in batch.prefix_sharers
     ]
 
 
@@ -588,7 +590,7 @@ def test_a_batch_without_shared_blocks_keeps_its_order_and_has_no_groups() -> No
     add_prompts(scheduler, [3, 3, 3], [1, 1, 1], [2, 2, 2])
     step(scheduler)
     batch = step(scheduler)
-    assert (ids(batch.decode), batch.prefix_groups) == ([0, 1, 2], [])
+    assert (ids(batch.decode), batch.prefix_sharers) == ([0, 1, 2], [])
 
 
 def test_where_attention_cannot_read_a_shared_prefix_at_once_there_are_no_groups() -> None:
@@ -596,7 +598,7 @@ def test_where_attention_cannot_read_a_shared_prefix_at_once_there_are_no_groups
     add_prompts(scheduler, [1, 2, 3], [9], [1, 2, 3])
     step(scheduler)
     batch = step(scheduler)
-    assert (ids(batch.decode), batch.prefix_groups) == ([0, 1, 2], [])
+    assert (ids(batch.decode), batch.prefix_sharers) == ([0, 1, 2], [])
 
 
 def test_a_sequence_joins_a_group_when_it_is_admitted_and_leaves_it_when_it_ends() -> None:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from nanoinfer.engine.blocks.shared_prefixes import MIN_SAVED_TOKENS, PrefixGroup, PrefixGrouper
+from nanoinfer.engine.prefix_sharers import MIN_SAVED_TOKENS, PrefixSharers, SharerFinder
 from nanoinfer.engine.sequence import Sequence
 from tests.engine.helpers import make_sequence
 
@@ -20,23 +20,23 @@ def with_tables(*block_tables: list[int]) -> list[Sequence]:
     return seqs
 
 
-def make_prefixes(max_prefix_sharers: int = 64) -> PrefixGrouper:
-    return PrefixGrouper(max_prefix_sharers, BLOCK_SIZE, min_saved_tokens=0)
+def make_prefixes(max_prefix_sharers: int = 64) -> SharerFinder:
+    return SharerFinder(max_prefix_sharers, BLOCK_SIZE, min_saved_tokens=0)
 
 
-def arrange(prefixes: PrefixGrouper, decode: list[Sequence]) -> tuple[list[int], list[PrefixGroup]]:
+def arrange(prefixes: SharerFinder, decode: list[Sequence]) -> tuple[list[int], list[PrefixSharers]]:
     order, groups = prefixes.arrange(decode)
     return [seq.seq_id for seq in order], groups
 
 
 def test_rows_that_begin_with_the_same_blocks_are_a_group() -> None:
     decode = with_tables([1, 2, 10], [1, 2, 11, 12], [1, 2, 13])
-    assert arrange(make_prefixes(), decode) == ([0, 1, 2], [PrefixGroup(first_row=0, num_rows=3, num_blocks=2)])
+    assert arrange(make_prefixes(), decode) == ([0, 1, 2], [PrefixSharers(first_row=0, num_rows=3, num_blocks=2)])
 
 
 def test_rows_of_groups_come_first_and_the_others_stay_in_their_order() -> None:
     decode = with_tables([9], [5, 20], [1, 10], [8], [5, 21], [1, 11], [7])
-    assert arrange(make_prefixes(), decode) == ([1, 4, 2, 5, 0, 3, 6], [PrefixGroup(0, 2, 1), PrefixGroup(2, 2, 1)])
+    assert arrange(make_prefixes(), decode) == ([1, 4, 2, 5, 0, 3, 6], [PrefixSharers(0, 2, 1), PrefixSharers(2, 2, 1)])
 
 
 def test_rows_that_share_nothing_stay_as_they_are() -> None:
@@ -75,13 +75,13 @@ def test_there_are_no_groups_where_attention_cannot_read_a_block_for_two_rows(ma
 def test_a_row_that_shares_less_is_left_out_where_the_others_would_lose_more_than_it_saves() -> None:
     decode = with_tables([1, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 12])
     # As a group of three they save 2 reads, and the last two alone save 4.
-    assert arrange(make_prefixes(), decode) == ([1, 2, 0], [PrefixGroup(0, 2, 4)])
+    assert arrange(make_prefixes(), decode) == ([1, 2, 0], [PrefixSharers(0, 2, 4)])
 
 
 def test_a_row_that_shares_less_joins_where_all_together_save_more() -> None:
     decode = with_tables([1, 2, 10], [1, 2, 3, 11], [1, 2, 3, 12])
     # As a group of three they save 4 reads, and the last two alone save 3.
-    assert arrange(make_prefixes(), decode)[1] == [PrefixGroup(0, 3, 2)]
+    assert arrange(make_prefixes(), decode)[1] == [PrefixSharers(0, 3, 2)]
 
 
 def test_samples_of_long_prompts_with_one_system_prompt_are_grouped_by_prompt() -> None:
@@ -93,18 +93,18 @@ def test_samples_of_long_prompts_with_one_system_prompt_are_grouped_by_prompt() 
         *([*shorter, 50 + sample] for sample in range(2)),
     )
     order, groups = arrange(make_prefixes(), decode)
-    assert groups == [PrefixGroup(0, 3, 4), PrefixGroup(3, 2, 3), PrefixGroup(5, 2, 1)]
+    assert groups == [PrefixSharers(0, 3, 4), PrefixSharers(3, 2, 3), PrefixSharers(5, 2, 1)]
     assert order == [2, 3, 4, 5, 6, 0, 1]
 
 
 def test_short_prompts_with_a_long_system_prompt_are_one_group() -> None:
     decode = with_tables([1, 2, 3, 10, 20], [1, 2, 3, 10, 21], [1, 2, 3, 11, 22], [1, 2, 3, 11, 23])
-    assert arrange(make_prefixes(), decode)[1] == [PrefixGroup(0, 4, 3)], "9 reads saved, and as two groups 8"
+    assert arrange(make_prefixes(), decode)[1] == [PrefixSharers(0, 4, 3)], "9 reads saved, and as two groups 8"
 
 
 def test_a_group_cut_for_its_size_shares_all_that_its_rows_have_in_common() -> None:
     decode = with_tables([1, 2, 3, 10, 20], [1, 2, 3, 10, 21], [1, 2, 3, 11, 22], [1, 2, 3, 11, 23])
-    assert arrange(make_prefixes(max_prefix_sharers=2), decode)[1] == [PrefixGroup(0, 2, 4), PrefixGroup(2, 2, 4)]
+    assert arrange(make_prefixes(max_prefix_sharers=2), decode)[1] == [PrefixSharers(0, 2, 4), PrefixSharers(2, 2, 4)]
 
 
 # Too little to be worth a second pass.
@@ -113,20 +113,20 @@ def test_a_group_cut_for_its_size_shares_all_that_its_rows_have_in_common() -> N
 def test_a_step_that_would_save_less_than_the_threshold_has_no_groups() -> None:
     decode = with_tables([1, 10], [1, 11], [2, 3, 12], [2, 3, 13])  # 1 block and 2 blocks
     for min_saved_tokens, num_groups in ((3 * BLOCK_SIZE, 2), (3 * BLOCK_SIZE + 1, 0)):
-        order, groups = arrange(PrefixGrouper(64, BLOCK_SIZE, min_saved_tokens), decode)
+        order, groups = arrange(SharerFinder(64, BLOCK_SIZE, min_saved_tokens), decode)
         assert (order, len(groups)) == ([0, 1, 2, 3], num_groups)
 
 
 def test_by_default_two_rows_with_a_short_prefix_are_not_worth_it() -> None:
     decode = with_tables([1, 10], [1, 11])
-    assert arrange(PrefixGrouper(64, BLOCK_SIZE), decode)[1] == []
+    assert arrange(SharerFinder(64, BLOCK_SIZE), decode)[1] == []
     assert MIN_SAVED_TOKENS > BLOCK_SIZE
 
 
 def test_groups_that_come_under_the_threshold_as_rows_leave_are_dissolved() -> None:
     decode = with_tables([1, 10], [9], [1, 11], [1, 12])
-    prefixes = PrefixGrouper(64, BLOCK_SIZE, min_saved_tokens=2 * BLOCK_SIZE)
-    assert arrange(prefixes, decode) == ([0, 2, 3, 1], [PrefixGroup(0, 3, 1)])
+    prefixes = SharerFinder(64, BLOCK_SIZE, min_saved_tokens=2 * BLOCK_SIZE)
+    assert arrange(prefixes, decode) == ([0, 2, 3, 1], [PrefixSharers(0, 3, 1)])
     assert arrange(prefixes, decode[:3]) == ([0, 1, 2], [])
 
 
@@ -147,24 +147,24 @@ def test_a_row_that_leaves_is_dropped_from_its_group_and_the_other_groups_stay()
     prefixes = make_prefixes()
     arrange(prefixes, decode)
     left = [seq for seq in decode if seq.seq_id != 1]
-    assert arrange(prefixes, left) == ([0, 2, 3, 4, 5], [PrefixGroup(0, 2, 1), PrefixGroup(2, 2, 1)])
+    assert arrange(prefixes, left) == ([0, 2, 3, 4, 5], [PrefixSharers(0, 2, 1), PrefixSharers(2, 2, 1)])
 
 
 def test_a_group_with_one_row_left_is_dissolved() -> None:
     decode = with_tables([1, 10], [1, 11], [5, 20], [5, 21])
     prefixes = make_prefixes()
     arrange(prefixes, decode)
-    assert arrange(prefixes, decode[1:]) == ([2, 3, 1], [PrefixGroup(0, 2, 1)])
+    assert arrange(prefixes, decode[1:]) == ([2, 3, 1], [PrefixSharers(0, 2, 1)])
     assert arrange(prefixes, decode[1:3]) == ([1, 2], [])
 
 
 def test_small_groups_are_joined_where_fewer_than_three_quarters_of_the_rows_are_left() -> None:
     decode = with_tables(*([1, 10 + row] for row in range(8)))
     prefixes = make_prefixes(max_prefix_sharers=4)
-    assert arrange(prefixes, decode)[1] == [PrefixGroup(0, 4, 1), PrefixGroup(4, 4, 1)]
-    assert arrange(prefixes, decode[2:])[1] == [PrefixGroup(0, 2, 1), PrefixGroup(2, 4, 1)], "six of eight stay"
-    assert arrange(prefixes, decode[2:6])[1] == [PrefixGroup(0, 4, 1)]
-    assert arrange(prefixes, decode[3:6])[1] == [PrefixGroup(0, 3, 1)], "three of the last four stay"
+    assert arrange(prefixes, decode)[1] == [PrefixSharers(0, 4, 1), PrefixSharers(4, 4, 1)]
+    assert arrange(prefixes, decode[2:])[1] == [PrefixSharers(0, 2, 1), PrefixSharers(2, 4, 1)], "six of eight stay"
+    assert arrange(prefixes, decode[2:6])[1] == [PrefixSharers(0, 4, 1)]
+    assert arrange(prefixes, decode[3:6])[1] == [PrefixSharers(0, 3, 1)], "three of the last four stay"
 
 
 def test_a_row_that_joins_finds_its_group() -> None:
@@ -172,7 +172,7 @@ def test_a_row_that_joins_finds_its_group() -> None:
     prefixes = make_prefixes()
     assert arrange(prefixes, decode[:2]) == ([0, 1], [])
     prefixes.forget()
-    assert arrange(prefixes, decode) == ([0, 2, 3, 1], [PrefixGroup(0, 3, 1)])
+    assert arrange(prefixes, decode) == ([0, 2, 3, 1], [PrefixSharers(0, 3, 1)])
 
 
 def test_a_row_with_another_block_table_than_before_loses_its_group() -> None:
@@ -181,7 +181,7 @@ def test_a_row_with_another_block_table_than_before_loses_its_group() -> None:
     arrange(prefixes, decode)
     decode[1].block_table[:] = [7, 13]  # preempted and admitted again between two decode steps
     prefixes.forget()
-    assert arrange(prefixes, decode) == ([0, 2, 1], [PrefixGroup(0, 2, 1)])
+    assert arrange(prefixes, decode) == ([0, 2, 1], [PrefixSharers(0, 2, 1)])
 
 
 def test_a_shared_block_that_holds_the_newest_token_is_noticed() -> None:
@@ -212,7 +212,7 @@ def num_common_blocks(seqs: list[Sequence]) -> int:
     return next(n for n in range(len(tables[0]), -1, -1) if all(table[:n] == tables[0][:n] for table in tables))
 
 
-def check(prefixes: PrefixGrouper, decode: list[Sequence]) -> int:
+def check(prefixes: SharerFinder, decode: list[Sequence]) -> int:
     """Whatever was asked for before, an arrangement keeps all rules; return how many block reads it saves."""
     order, groups = prefixes.arrange(decode)
     assert len(order) == len(decode)
@@ -243,7 +243,7 @@ def best_level(decode: list[Sequence]) -> int:
 @pytest.mark.parametrize("seed", range(100))
 def test_random_rows_that_come_and_go_are_arranged_by_the_rules(seed: int) -> None:
     random = Random(seed)
-    prefixes = PrefixGrouper(random.choice([2, 3, 5, 64]), BLOCK_SIZE, random.choice([0, 20, 60]))
+    prefixes = SharerFinder(random.choice([2, 3, 5, 64]), BLOCK_SIZE, random.choice([0, 20, 60]))
     decode: list[Sequence] = []
     for step in range(40):
         if random.random() < 0.3:

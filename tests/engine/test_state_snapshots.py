@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
-from nanoinfer.engine.blocks.hybrid_blocks import HybridBlockManager
-from nanoinfer.engine.blocks.queued_prompts import QueuedPrompts
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.cache_groups.queued_prompts import QueuedPrompts
+from nanoinfer.engine.cache_groups.specs import FullAttentionSpec, RecurrentStateSpec
+from nanoinfer.engine.cache_groups.state_group import StateGroup
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
@@ -34,9 +36,11 @@ def hybrid_scheduler(
     min_kept_tokens: int = 1000,
 ) -> Scheduler:
     """By default only where prompts part states are kept, however little that spares."""
-    sizes = num_blocks, block_size, max_num_seqs, num_snapshots
+    specs = FullAttentionSpec(), RecurrentStateSpec(num_snapshots)
+    manager = BlockManager(num_blocks, block_size, True, specs, max_num_seqs=max_num_seqs)
+    states_of(manager).min_saved_tokens, states_of(manager).min_kept_tokens = 1, min_kept_tokens
     scheduler = Scheduler(
-        HybridBlockManager(*sizes, min_saved_tokens=1, min_kept_tokens=min_kept_tokens),
+        manager,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=num_blocks * block_size,
@@ -44,6 +48,11 @@ def hybrid_scheduler(
     )
     scheduler.min_awaited_tokens = scheduler.min_awaited_in_all = 1
     return scheduler
+
+
+def states_of(manager: BlockManager) -> StateGroup:
+    assert manager.states is not None
+    return manager.states
 
 
 def chunks(batch: ScheduledBatch) -> list[tuple[int, int, int]]:
@@ -172,7 +181,7 @@ def test_nobody_waits_for_a_paused_sequence() -> None:
 
 def test_what_little_sharing_would_spare_is_computed_again() -> None:
     scheduler = hybrid_scheduler()
-    scheduler.block_manager.min_saved_tokens = 7  # type: ignore[attr-defined]
+    states_of(scheduler.block_manager).min_saved_tokens = 7
     add_prompts(scheduler, [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6])
     assert chunks(step(scheduler)) == [(0, 0, 4), (1, 0, 4), (2, 0, 4)], "2 x 3 tokens"
 
@@ -227,9 +236,8 @@ def test_a_snapshot_is_lost_with_the_block_that_it_follows() -> None:
     add_prompts(scheduler, [1, 2, 3, 4, 5, 6], max_tokens=1)
     run_to_the_end(scheduler)
     manager = scheduler.block_manager
-    assert isinstance(manager, HybridBlockManager)
     assert manager.num_snapshots == 2, "after 5 tokens of the prompt, and after all"
-    manager.min_kept_tokens = 1000
+    states_of(manager).min_kept_tokens = 1000
     scheduler.add(make_sequence(1, [9] * 12, max_tokens=1))
     step(scheduler)
     assert manager.num_snapshots == 0
@@ -344,7 +352,7 @@ def test_of_2000_prompts_with_369_shared_tokens_each_computes_its_own_alone() ->
     shared = random.choices(range(1000), k=369)
     tails = [random.choices(range(1000), k=random.randint(50, 150)) for _ in range(2000)]
     scheduler = Scheduler(
-        HybridBlockManager(num_blocks=2000, block_size=256, num_rows=256, num_snapshots=25),
+        BlockManager(2000, 256, True, (FullAttentionSpec(), RecurrentStateSpec(25)), max_num_seqs=256),
         max_num_seqs=256,
         max_num_batched_tokens=16384,
         max_model_len=4096,

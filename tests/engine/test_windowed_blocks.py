@@ -8,7 +8,8 @@ import pytest
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.caches.block_layout import KVLayout
 from nanoinfer.caches.cache_groups import CacheGroups, PageLayout, TableLayout
-from nanoinfer.engine.blocks.windowed_blocks import WindowedBlockManager
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.cache_groups.specs import FullAttentionSpec, SlidingWindowSpec
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError
@@ -20,16 +21,10 @@ __all__ = ["checkpoint"]
 
 def windowed_scheduler(
     num_pages: int = 100, window: int = 8, num_groups: int = 1, block_size: int = 4, max_num_batched_tokens: int = 100
-) -> tuple[Scheduler, WindowedBlockManager]:
-    manager = WindowedBlockManager(
-        num_pages,
-        block_size,
-        window=window,
-        num_windowed_groups=num_groups,
-        max_chunk_tokens=max_num_batched_tokens,
-        num_rows=9,
-        min_copied_tokens=1,
-    )
+) -> tuple[Scheduler, BlockManager]:
+    specs = FullAttentionSpec(), SlidingWindowSpec(window, num_groups)
+    sizes = {"max_num_seqs": 8, "max_chunk_tokens": max_num_batched_tokens, "min_copied_tokens": 1}
+    manager = BlockManager(num_pages, block_size, True, specs, **sizes)
     scheduler = Scheduler(
         manager,
         max_num_seqs=8,
@@ -86,10 +81,11 @@ def test_asking_what_a_chunk_takes_gives_nothing_back_and_leaving_the_window_doe
     scheduler, manager = windowed_scheduler(window=8)
     [seq] = add_prompts(scheduler, [1] * 21)
     step(scheduler)
+    windows = manager.attention[1]
     for asked in (21, 24, 25):
-        assert manager.num_blocks_for_chunk(seq, asked) == (asked > 24)
+        assert windows.num_missing(seq, asked) == (asked > 24)
         assert manager.num_used_blocks == 2 * 6
-    manager.free_outside_window(seq)
+    assert manager.make_room([seq])
     assert manager.num_used_blocks == 6 + 3, "the 22nd token attends to tokens from 14 on, so to blocks 3, 4 and 5"
 
 
@@ -121,8 +117,9 @@ def test_a_cached_prefix_needs_the_blocks_within_the_window_alone() -> None:
     follower = make_sequence(1, [*shared, 7, 8])
     scheduler.add(follower)
     step(scheduler)
+    windows = manager.attention[1]
     assert follower.num_cached_tokens == 16
-    assert manager._tables[follower].first == 3, "token 16 attends to tokens from 12 on"
+    assert windows.held[follower].first == 3, "token 16 attends to tokens from 12 on"
 
 
 def test_a_prefix_whose_windows_were_handed_out_again_is_found_no_more_and_computed_anew() -> None:
@@ -130,9 +127,8 @@ def test_a_prefix_whose_windows_were_handed_out_again_is_found_no_more_and_compu
     shared = list(range(1, 9))
     add_prompts(scheduler, [*shared, 99], max_tokens=1)
     run_to_the_end(scheduler)
-    columns = {block_id for column in manager._cached_columns.values() for block_id in column}
-    for block_id in columns:
-        manager._forget_column(manager._owners.get(block_id))
+    for entry in manager.pool.find_chain(make_sequence(9, [*shared, 99])):
+        manager.pool._detach(entry, 1)
     for number in (1, 2):
         follower = make_sequence(number, [*shared, 7, 8], max_tokens=1)
         scheduler.add(follower)
@@ -166,7 +162,7 @@ def test_tokens_are_those_of_transformers_while_blocks_are_given_back_and_found(
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     with LLM(folder, device="cpu", dtype="float32", num_kvcache_blocks=40, kvcache_block_size=16) as llm:
         manager = llm.engine.block_manager
-        assert isinstance(manager, WindowedBlockManager)
+        assert manager.num_tables > 1
         answers = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         again = llm.generate(prompts, params, use_tqdm=False)
         assert llm.get_metrics().num_used_blocks == 0

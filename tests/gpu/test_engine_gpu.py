@@ -353,7 +353,7 @@ def answers_of_families(
     ):
         patch.setattr(triton, "shared_prefix_attention", count)
         llm.generate(prompts, replace(GREEDY, max_tokens=1), use_tqdm=False)  # from here on, prefixes are cached
-        grouper = llm.engine.scheduler.prefix_grouper
+        grouper = llm.engine.scheduler.sharer_finder
         assert grouper.max_prefix_sharers == 64 // 4
         grouper.min_saved_tokens = 0
         if max_prefix_sharers is not None:

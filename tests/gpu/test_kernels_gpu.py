@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.device import host_array
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
+from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.engine.token_masks import RowMasks
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, SharedPrefixes
@@ -451,11 +451,11 @@ def test_rows_of_several_tokens_that_share_2048_get_what_each_gets_alone(
 ) -> None:
     """As `test_256_rows_that_share_2048_tokens_get_what_each_gets_alone`, with fewer rows a group."""
     num_rows, most = 64, 64 // (group_size * num_tokens)
-    groups = [PrefixGroup(first, min(most, 60 - first), 8) for first in range(0, 60, most)]
+    groups = [PrefixSharers(first, min(most, 60 - first), 8) for first in range(0, 60, most)]
     own_lens = torch.randint(1, 600, (num_rows,), generator=torch.Generator().manual_seed(0))
     context_lens = [2048 * (row < 60) + length for row, length in enumerate(own_lens.tolist())]
     row_tokens = [num_tokens, 1, *[num_tokens] * (num_rows - 2)]
-    one_prefix = [PrefixGroup(0, 60, 8)]
+    one_prefix = [PrefixSharers(0, 60, 8)]
     step = random_step(on_gpu(group_size, head_dim), context_lens, None, one_prefix, num_row_tokens=row_tokens)
     step.metadata = replace(step.metadata, shared_prefixes=shared_prefixes(groups, num_rows, "cuda"))
     assert_attention_equals_its_specification(step)
@@ -463,8 +463,8 @@ def test_rows_of_several_tokens_that_share_2048_get_what_each_gets_alone(
 
 def test_a_row_of_nan_spoils_no_other() -> None:
     context_lens = torch.randint(513, 2048, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    for groups in ([], [PrefixGroup(0, 32, 2), PrefixGroup(32, 20, 1)]):
-        step = random_step(on_gpu(2), context_lens, prefix_groups=groups)
+    for groups in ([], [PrefixSharers(0, 32, 2), PrefixSharers(32, 20, 1)]):
+        step = random_step(on_gpu(2), context_lens, prefix_sharers=groups)
         backend = triton_backend(step.spec)
         expected = step.run(backend)
         step.q[::2] = float("nan")
@@ -483,10 +483,10 @@ def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
     num_rows, backend = 256, triton_backend(layer.spec)
     most = backend.max_prefix_sharers
     assert most == 64 // group_size
-    groups = [PrefixGroup(first, min(most, 250 - first), 8) for first in range(0, 250, most)]
+    groups = [PrefixSharers(first, min(most, 250 - first), 8) for first in range(0, 250, most)]
     own_lens = torch.randint(1, 600, (num_rows,), generator=torch.Generator().manual_seed(0))
     context_lens = [2048 * (row < 250) + length for row, length in enumerate(own_lens.tolist())]
-    step = random_step(layer, context_lens, prefix_groups=[PrefixGroup(0, 250, 8)] if one_prefix else groups)
+    step = random_step(layer, context_lens, prefix_sharers=[PrefixSharers(0, 250, 8)] if one_prefix else groups)
     shared = shared_prefixes(groups, num_rows, "cuda")
     step.metadata = replace(step.metadata, shared_prefixes=shared)
     actual = assert_attention_equals_its_specification(step)
@@ -509,14 +509,14 @@ def test_a_captured_step_reads_other_groups_when_it_is_replayed(group_size: int)
     num_rows, layer, longest = 32, on_gpu(group_size), 900
     some = torch.randint(520, longest, (4, num_rows), generator=torch.Generator().manual_seed(0)).tolist()
     kinds = [
-        (some[0], [PrefixGroup(0, 9, 2), PrefixGroup(9, 8, 1)]),
-        (some[1], [PrefixGroup(0, 4, 1), PrefixGroup(4, 9, 2), PrefixGroup(13, 2, 2)]),
+        (some[0], [PrefixSharers(0, 9, 2), PrefixSharers(9, 8, 1)]),
+        (some[1], [PrefixSharers(0, 4, 1), PrefixSharers(4, 9, 2), PrefixSharers(13, 2, 2)]),
         (some[2], []),
-        ([*some[3][:16], *[0] * 16], [PrefixGroup(0, 8, 2), PrefixGroup(8, 2, 1)]),
+        ([*some[3][:16], *[0] * 16], [PrefixSharers(0, 8, 2), PrefixSharers(8, 2, 1)]),
     ]
     steps = []
     for seed, (lens, groups) in enumerate(kinds):
-        step = random_step(layer, [longest, *lens[1:]], prefix_groups=groups, seed=seed)
+        step = random_step(layer, [longest, *lens[1:]], prefix_sharers=groups, seed=seed)
         shared = shared_prefixes(groups, num_rows, "cuda")
         step.metadata = replace(step.metadata, shared_prefixes=shared)
         steps.append(step)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, ConfigError, SamplingParams, tiny_model_path
 from nanoinfer.device import import_error
-from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
+from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.layers.attention.backend_selection import FLASH_ATTN
 from nanoinfer.layers.attention.metadata import DecodeMetadata
 from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store, quantize_vectors
@@ -152,10 +152,10 @@ def test_256_rows_that_share_2048_tokens_get_what_each_gets_alone(
 ) -> None:
     layer = on_gpu(cache_dtype, group_size, head_dim)
     most = 64 // group_size
-    groups = [PrefixGroup(first, min(most, 250 - first), 8) for first in range(0, 250, most)]
+    groups = [PrefixSharers(first, min(most, 250 - first), 8) for first in range(0, 250, most)]
     own_lens = torch.randint(1, 600, (256,), generator=torch.Generator().manual_seed(0))
     context_lens = [2048 * (row < 250) + length for row, length in enumerate(own_lens.tolist())]
-    step = random_step(layer, context_lens, prefix_groups=[PrefixGroup(0, 250, 8)])
+    step = random_step(layer, context_lens, prefix_sharers=[PrefixSharers(0, 250, 8)])
     assert isinstance(step.metadata, DecodeMetadata)
     step.metadata = replace(step.metadata, shared_prefixes=shared_prefixes(groups, 256, "cuda"))
     assert_equals_specification(step)

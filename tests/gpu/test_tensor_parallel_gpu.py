@@ -149,7 +149,7 @@ def test_several_gpus_read_a_shared_prefix_once_as_one_does(
         options = {"tensor_parallel_size": count, "enforce_eager": enforce_eager, "kvcache_block_size": 256}
         with LLM(folder, dtype="bfloat16", **options) as llm:
             llm.generate(prefix, SamplingParams(max_tokens=1), use_tqdm=False)
-            grouper = llm.engine.scheduler.prefix_grouper
+            grouper = llm.engine.scheduler.sharer_finder
             assert grouper.max_prefix_sharers == 16
             grouper.min_saved_tokens = 0
             results.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoinfer.engine.blocks.shared_prefixes import PrefixGroup
+from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.layers.attention.metadata import DecodeMetadata
 from nanoinfer.ops.kv_cache.spec import LayerCache
 from tests.attention_cases import (
@@ -322,7 +322,7 @@ def test_a_step_whose_groups_are_all_empty_is_a_step_without_groups() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
 def test_a_row_of_nan_spoils_no_other_row_of_its_group() -> None:
-    step = random_step(Layer(num_kv_heads=1), [40, 33, 50], prefix_groups=[PrefixGroup(0, 3, 2)])
+    step = random_step(Layer(num_kv_heads=1), [40, 33, 50], prefix_sharers=[PrefixSharers(0, 3, 2)])
     backend = TritonBackend(step.spec)
     expected = step.run(backend)
     step.q[1] = NAN
@@ -332,7 +332,7 @@ def test_a_row_of_nan_spoils_no_other_row_of_its_group() -> None:
 
 
 def test_windowed_layers_read_each_row_for_itself_and_ignore_groups() -> None:
-    case = Case(Layer(num_kv_heads=1, window=20), (40, 33, 50), prefix_groups=(PrefixGroup(0, 3, 2),))
+    case = Case(Layer(num_kv_heads=1, window=20), (40, 33, 50), prefix_sharers=(PrefixSharers(0, 3, 2),))
     assert TritonBackend(case.layer.spec).max_prefix_sharers == 0
     assert_equals_specification(case)
 
@@ -404,7 +404,7 @@ def test_rows_that_leave_their_groups_change_no_result(
     context_lens, groups = [], []
     for num_blocks, own_lens in families:
         if num_blocks and len(own_lens) > 1:
-            groups.append(PrefixGroup(len(context_lens), len(own_lens), num_blocks))
+            groups.append(PrefixSharers(len(context_lens), len(own_lens), num_blocks))
         context_lens += [num_blocks * layer.block_size + length for length in own_lens]
     num_rows = len(context_lens)
     step = random_step(replace(layer, window=None), context_lens + [0] * max(num_padding, num_rows == 0), None, groups)
@@ -417,12 +417,12 @@ def test_rows_that_leave_their_groups_change_no_result(
     for first_row, count, num_blocks in groups:
         left = [rows.index(row) for row in range(first_row, first_row + count) if staying[row]]
         if len(left) > 1:
-            fewer.append(PrefixGroup(left[0], len(left), num_blocks))
+            fewer.append(PrefixSharers(left[0], len(left), num_blocks))
     if rows:
         assert_close(run_on(size, rows_of(step, rows, fewer)), expected[rows])
 
 
-def rows_of(step: Step, rows: list[int], groups: list[PrefixGroup]) -> Step:
+def rows_of(step: Step, rows: list[int], groups: list[PrefixSharers]) -> Step:
     metadata = step.metadata
     assert isinstance(metadata, DecodeMetadata)
     metadata = DecodeMetadata(

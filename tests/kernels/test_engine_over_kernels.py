@@ -33,7 +33,7 @@ def draw(folder: Path, min_saved_tokens: int, kv_cache_dtype: str) -> list[list[
     alone = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
     options = {"kvcache_block_size": 16, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype}
     with LLM(folder, device="cpu", num_kvcache_blocks=100, **options) as llm:
-        llm.engine.scheduler.prefix_grouper.min_saved_tokens = min_saved_tokens
+        llm.engine.scheduler.sharer_finder.min_saved_tokens = min_saved_tokens
         params = [replace(alone, n=2), replace(alone, n=3), alone]
         outputs = llm.generate([[*range(40)], [*range(9, 49)], [7, 8, 9]], params, use_tqdm=False)
     return [completion.token_ids for output in outputs for completion in output.outputs]

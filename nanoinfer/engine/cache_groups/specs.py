@@ -9,16 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec:
-    """Keys and values of all tokens, in one block table. A model has one such group at most, and it is the first."""
+    """Keys and values of all tokens. A model has one such group at most, and it is the first.
+
+    What needs the blocks of all tokens, such as the shared prefixes of decode rows, goes by its first table.
+    """
 
     num_tables: int = 1
+    window: None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowSpec:
     """Keys and values of the last tokens. Where more layers have this window than a page holds, they have more tables.
 
-    All tables of the group hold blocks of the same tokens. A window as long as the longest sequence never leaves any.
+    All tables of the group hold blocks of the same tokens. In a model with such a group, nobody is given page 0 of the
+    pool: entries of tables point to it where a window has left their blocks.
     """
 
     window: int  # tokens that a token attends to, itself included

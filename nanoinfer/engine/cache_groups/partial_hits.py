@@ -8,7 +8,6 @@ a radix tree over tokens (RadixAttention, Zheng et al. 2024), and blocks can sti
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nanoinfer.engine.sequence import Sequence
 
@@ -20,30 +19,24 @@ MIN_AWAITED_IN_ALL = 1024
 MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 
-class BlockCopy(NamedTuple):
-    """Says that a step begins with a copy of the first `num_tokens` tokens' keys and values from block to block."""
-
-    source: int
-    target: int
-    num_tokens: int
+Column = tuple[int, ...]  # the pages of a block of text in all tables of a group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class CacheEntry:
-    """An entry of the prefix cache: which block it is, and what verifies a hit."""
+    """An entry of the prefix cache: what verifies a hit of a block of text, and the pages that have it.
 
-    block_id: int
-    hash: int | None  # None if the block is not full: it can be copied from, and not be shared
+    columns: by group with block tables; None where a group has lost its pages. hash: None if the block is not full:
+    then it can be copied from, and not be shared. tokens: ids as int32, block_size of them if it is full.
+    """
+
     serial: int
     parent_serial: int  # of the entry of the block before it
-    tokens: bytes  # ids as int32, block_size of them if it is full
-
-
-class PartialHit(NamedTuple):
-    """Says that a cached block begins with the first `num_tokens` tokens of another one."""
-
-    block_id: int
-    num_tokens: int
+    columns: list[Column | None]
+    hash: int | None = None
+    tokens: bytes = b""
+    copyable: bytes = b""  # the first of these tokens, which steps before this one have computed
+    num_uses: int = 0  # what hangs on it, where that decides how long it lives
 
 
 Buffer = bytes | memoryview  # of token ids as int32
@@ -54,7 +47,7 @@ class PartialHits:
     """The entries of the prefix cache by their parent, in the order of their tokens.
 
     What a step computes can be copied by later steps only: a copy is made before the step's own keys and values are
-    written. So an entry is found from the next `start_step` on.
+    written. So tokens are found from the next `start_step` on.
 
     min_tokens: what has fewer tokens in common is no hit.
     """
@@ -67,26 +60,30 @@ class PartialHits:
     def start_step(self) -> None:
         for parent_serial, items in self._new.items():
             for item in items:
+                tokens, _, entry = item
+                if entry.copyable:
+                    _remove(self._siblings, entry, entry.copyable)
                 insort(self._siblings[parent_serial], item)
+                entry.copyable = tokens
         self._new.clear()
 
     def add(self, entry: CacheEntry) -> None:
+        """Let later steps copy the tokens of an entry."""
         insort(self._new[entry.parent_serial], (entry.tokens, entry.serial, entry))
 
-    def remove(self, entry: CacheEntry) -> None:
-        item = entry.tokens, entry.serial, entry
-        for by_parent in (self._new, self._siblings):
-            siblings = by_parent.get(entry.parent_serial, [])
-            index = bisect_left(siblings, item)
-            if siblings[index : index + 1] == [item]:
-                del siblings[index]
-                if not siblings:
-                    del by_parent[entry.parent_serial]
+    def remove_new(self, entry: CacheEntry) -> None:
+        """Forget what the current step computes of an entry."""
+        _remove(self._new, entry, entry.tokens)
 
-    def find(self, parent_serial: int, tokens: bytes) -> PartialHit | None:
-        """Return the block after this parent that begins with the most of `tokens` (ids as int32)."""
+    def remove(self, entry: CacheEntry) -> None:
+        self.remove_new(entry)
+        _remove(self._siblings, entry, entry.copyable)
+        entry.copyable = b""
+
+    def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
+        """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
         entry, num_tokens = _longest(self._siblings.get(parent_serial), tokens)
-        return PartialHit(entry.block_id, num_tokens) if entry and num_tokens >= self.min_tokens else None
+        return (entry, num_tokens) if num_tokens >= self.min_tokens else (None, 0)
 
     def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
         """Return how many more of these tokens are there from the next step on."""
@@ -117,6 +114,17 @@ class PassedOver:
     def add(self, seq: Sequence, num_saved: int) -> None:
         self.seqs.append(seq)
         self.num_saved += num_saved
+
+
+def _remove(by_parent: defaultdict[int, Siblings], entry: CacheEntry, tokens: bytes) -> None:
+    """Take out an entry that lies there under these tokens, if it does."""
+    siblings, item = by_parent.get(entry.parent_serial), (tokens, entry.serial, entry)
+    if siblings:
+        index = bisect_left(siblings, item)
+        if siblings[index : index + 1] == [item]:
+            del siblings[index]
+            if not siblings:
+                del by_parent[entry.parent_serial]
 
 
 def _longest(siblings: Siblings | None, tokens: bytes, above: int = 0) -> tuple[CacheEntry | None, int]:

@@ -2,7 +2,7 @@
 
 Keys and values of a prefix serve any text that begins with it, wherever the two part. A recurrent state holds all
 tokens before one place and cannot be cut, so a hit has to end where a state was kept. An offline engine knows its
-prompts beforehand: it ends a chunk where they part, and keeps the state of that place (`hybrid_blocks.py`).
+prompts beforehand: it ends a chunk where they part, and keeps the state of that place (`state_group.py`).
 
 A snapshot hangs in the chain of the prefix cache: under the serial number of the entry of the last full block before
 it, with the tokens after that block. Serial numbers are never used again, so it is verified as blocks are.
@@ -13,22 +13,17 @@ anything. So a snapshot is found from the step after that of its text on, and it
 
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
-from nanoinfer.engine.blocks.queued_prompts import QueuedPrompts
+from nanoinfer.engine.block_pool import BlockPool
+from nanoinfer.engine.cache_groups.partial_hits import CacheEntry
+from nanoinfer.engine.cache_groups.queued_prompts import QueuedPrompts
+from nanoinfer.engine.scheduled_batch import StateCopy
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 MAX_COMPARED = 16  # snapshots that are compared before one is evicted
-
-
-class StateCopy(NamedTuple):
-    """Says that a step begins with a copy of the states of a sequence, of all layers, from place to place."""
-
-    source: int
-    target: int
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +31,8 @@ class Snapshot:
     """The states after the tokens of `text`, kept or still to be computed.
 
     place: where the states are, or will be, on the device. seq: computes them. parent_serial, tail: once they are kept,
-    the serial number of the entry that they hang under, and the tokens after it (ids as int32). block: the block with
-    the keys and values of the tail, and how often it had been handed out by then; None without a tail. step: the number
-    of the step that computes the states.
+    the serial number of the entry that they hang under, and the tokens after it (ids as int32). step: the number of the
+    step that computes the states.
     """
 
     text: "array[int]"
@@ -46,23 +40,26 @@ class Snapshot:
     seq: Sequence
     parent_serial: int = 0
     tail: bytes = b""
-    block: tuple[int, int] | None = None
     step: int = 0
 
 
 class StateSnapshots:
     """Gives places to snapshots, and finds them.
 
-    first_place, num_places: which places of the states on the device are theirs. queued: says who waits for a snapshot.
+    first_place, num_places: which places of the states on the device are theirs. queued: says who waits for a snapshot,
+    by the identity of sequences.
     """
 
-    def __init__(self, first_place: int, num_places: int, queued: QueuedPrompts) -> None:
+    def __init__(
+        self, pool: BlockPool, first_place: int, num_places: int, queued: defaultdict[Hashable, QueuedPrompts]
+    ) -> None:
         self.num_places = num_places
-        self._queued = queued
+        self._pool, self._queued = pool, queued
         self._free = list(range(first_place + num_places - 1, first_place - 1, -1))
         self._kept: OrderedDict[Snapshot, None] = OrderedDict()  # the least recently used first
         self._children: defaultdict[int, dict[bytes, Snapshot]] = defaultdict(dict)  # by the parent's serial, and tail
-        self._awaited: defaultdict[int, dict[bytes, Snapshot]] = defaultdict(dict)  # by length, and text
+        # By length, and by identity and text:
+        self._awaited: defaultdict[int, dict[tuple[Hashable, bytes], Snapshot]] = defaultdict(dict)
         self._new: list[Snapshot] = []  # kept since the last step began
         self._step = 0
         self._kept_next: list[StateCopy] = []  # what the last step computes
@@ -105,12 +102,13 @@ class StateSnapshots:
         None also if another sequence is to leave this snapshot.
         """
         text = seq.token_ids[:num_tokens]
-        if text.tobytes() in self._awaited.get(num_tokens, ()):
+        key = seq.identity, text.tobytes()
+        if key in self._awaited.get(num_tokens, ()):
             return None
         if not self._free and not self._make_room(num_users * num_tokens):
             return None
         snapshot = Snapshot(text, self._free.pop(), seq)
-        self._awaited[num_tokens][text.tobytes()] = snapshot
+        self._awaited[num_tokens][key] = snapshot
         return snapshot
 
     def drop_plan(self, snapshot: Snapshot) -> None:
@@ -118,14 +116,15 @@ class StateSnapshots:
         self._await_no_more(snapshot)
         self._free.append(snapshot.place)
 
-    def keep(self, snapshot: Snapshot, parent_serial: int, tail: bytes, block: tuple[int, int] | None) -> None:
+    def keep(self, snapshot: Snapshot, parent_serial: int, tail: bytes) -> None:
         """Keep what the row of its sequence holds after the step that is being scheduled, or was scheduled last."""
         row = snapshot.seq.row
         assert row is not None, f"sequence {snapshot.seq.seq_id} leaves a state and has no row"
+        self._pool.retain((parent_serial,))
         older = self._children[parent_serial].get(tail)
         if older is not None:
             self.drop(older)
-        snapshot.parent_serial, snapshot.tail, snapshot.block, snapshot.step = parent_serial, tail, block, self._step
+        snapshot.parent_serial, snapshot.tail, snapshot.step = parent_serial, tail, self._step
         self._children[parent_serial][tail] = snapshot
         self._kept[snapshot] = None
         self._new.append(snapshot)
@@ -143,7 +142,7 @@ class StateSnapshots:
         """Return where the longest snapshot ends that `seq` can begin with once others have computed it; 0: nowhere."""
         for length in sorted(self._awaited, reverse=True):
             if length <= max_tokens:
-                snapshot = self._awaited[length].get(seq.token_ids[:length].tobytes())
+                snapshot = self._awaited[length].get((seq.identity, seq.token_ids[:length].tobytes()))
                 if snapshot is not None and (snapshot in self._kept or snapshot.seq.status is SequenceStatus.RUNNING):
                     return length
         return 0
@@ -162,10 +161,11 @@ class StateSnapshots:
             del self._children[snapshot.parent_serial]
         self._await_no_more(snapshot)
         self._free.append(snapshot.place)
+        self._pool.release((snapshot.parent_serial,))
 
-    def drop_children(self, parent_serial: int) -> None:
+    def drop_children(self, entry: CacheEntry) -> None:
         """Forget the snapshots under an entry that is removed: no lookup can find them any more."""
-        for snapshot in list(self._children.get(parent_serial, {}).values()):
+        for snapshot in list(self._children.get(entry.serial, {}).values()):
             self.drop(snapshot)
 
     def clear(self) -> None:
@@ -175,7 +175,7 @@ class StateSnapshots:
         self._kept_next, self._to_keep = [], []
 
     def _await_no_more(self, snapshot: Snapshot) -> None:
-        length, key = len(snapshot.text), snapshot.text.tobytes()
+        length, key = len(snapshot.text), (snapshot.seq.identity, snapshot.text.tobytes())
         if self._awaited.get(length, {}).get(key) is snapshot:
             del self._awaited[length][key]
             if not self._awaited[length]:
@@ -185,7 +185,8 @@ class StateSnapshots:
         """Evict the snapshot that saves the least, the least recently used among equals; False if all save more."""
         least: Snapshot | None = None
         for snapshot in islice(self._kept, MAX_COMPARED):
-            saves = self._queued.num_beginning_with(snapshot.text) * len(snapshot.text)
+            num_users = self._queued[snapshot.seq.identity].num_beginning_with(snapshot.text)
+            saves = num_users * len(snapshot.text)
             if saves < worth:
                 least, worth = snapshot, saves
             if saves == 0:

@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from typing import NamedTuple
 
-from nanoinfer.engine.blocks.partial_hits import num_common
+from nanoinfer.engine.cache_groups.partial_hits import num_common
 
 MAX_PARTINGS = 16  # that are looked for in a text, the last ones
 SORTED_SHARE = 32  # if less than one in so many texts is new, each is put in its place; else all are sorted

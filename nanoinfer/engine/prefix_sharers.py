@@ -1,13 +1,13 @@
 """Finds the decode rows that begin with the same blocks of the KV cache, so that attention reads these blocks once.
 
 Few-shot prompts, a system prompt and the n samples of a prompt share their first blocks through the prefix cache, and
-decode attention is bound by reading blocks. It reads a shared block once for all rows of a prefix group, then the other
-blocks of each row, and merges the two (Hydragen, Juravsky et al. 2024; cascade attention in FlashInfer). There is one
-level of sharing: a row is in one group at most.
+decode attention is bound by reading blocks. It reads a shared block once for all rows that share it, the prefix
+sharers, then the other blocks of each row, and merges the two (Hydragen, Juravsky et al. 2024; cascade attention in
+FlashInfer). There is one level of sharing: a row is among one set of sharers at most.
 
 Blocks are shared through the prefix cache only, so equal ids at the same place of two block tables mean equal text up
 to there, and a shared block is full and computed. A row's newest token is never in one. New blocks are never shared, so
-the groups change only where sequences join or leave.
+the sharers change only where sequences join or leave.
 """
 
 from itertools import chain, pairwise
@@ -19,11 +19,11 @@ from nanoinfer.engine.sequence import Sequence
 # A pass of its own over the shared blocks costs about as much as reading so many tokens (measured on an H200 with 8 KV
 # heads of 128).
 MIN_SAVED_TOKENS = 8192
-# Groups are looked for again when fewer than this share of the rows is left: small ones may then fit into one.
+# Sharers are looked for again when fewer than this share of the rows is left: small sets may then fit into one.
 REGROUP_BELOW = 0.75
 
 
-class Group(NamedTuple):
+class Sharers(NamedTuple):
     """Sequences that begin with the same `num_blocks` blocks."""
 
     seqs: list[Sequence]
@@ -35,7 +35,7 @@ class Group(NamedTuple):
         return (len(self.seqs) - 1) * self.num_blocks
 
 
-class PrefixGroup(NamedTuple):
+class PrefixSharers(NamedTuple):
     """Decode rows that lie side by side and begin with the same blocks, which attention reads once for all of them."""
 
     first_row: int  # index among the decode rows of the step
@@ -43,11 +43,11 @@ class PrefixGroup(NamedTuple):
     num_blocks: int  # the first entries of their block tables, at least 1
 
 
-class PrefixGrouper:
+class SharerFinder:
     """Arranges the sequences of each decode step by what they share, and remembers the last arrangement.
 
-    max_prefix_sharers: the most rows of a group; below 2 there are none. block_size: tokens in a block.
-    min_saved_tokens: where all groups of a step together save fewer reads of tokens, the step has none.
+    max_prefix_sharers: the most rows that share; below 2 there are none. block_size: tokens in a block.
+    min_saved_tokens: where all sharers of a step together save fewer reads of tokens, the step has none.
     """
 
     def __init__(self, max_prefix_sharers: int, block_size: int, min_saved_tokens: int = MIN_SAVED_TOKENS) -> None:
@@ -55,45 +55,45 @@ class PrefixGrouper:
         self.block_size = block_size
         self.min_saved_tokens = min_saved_tokens
         self._decode: list[Sequence] = []  # the sequences of the last decode step, in the order they came
-        self._num_searched = 0  # how many there were when groups were last looked for
-        self._groups: list[Group] = []
-        self._arranged: tuple[list[Sequence], list[PrefixGroup]] = ([], [])
+        self._num_searched = 0  # how many there were when sharers were last looked for
+        self._sharers: list[Sharers] = []
+        self._arranged: tuple[list[Sequence], list[PrefixSharers]] = ([], [])
         self._is_stale = True
 
     def forget(self) -> None:
         """Have the next step look at all block tables again. To be called whenever a sequence is admitted."""
         self._is_stale = True
 
-    def arrange(self, decode: list[Sequence]) -> tuple[list[Sequence], list[PrefixGroup]]:
-        """Return the sequences of a decode step in the order of its rows, and the groups of rows that share blocks.
+    def arrange(self, decode: list[Sequence]) -> tuple[list[Sequence], list[PrefixSharers]]:
+        """Return the sequences of a decode step in the order of its rows, and which of them share blocks.
 
-        The rows of groups come first; the others stay in their order. Later steps may get the same lists, so
+        Sharers come first; the others stay in their order. Later steps may get the same lists, so
         callers must not change them.
         """
         if self.max_prefix_sharers < 2:
             return decode, []
         if self._is_stale or decode != self._decode:
             if self._is_stale or len(decode) < REGROUP_BELOW * self._num_searched:
-                groups = self._find_groups(decode)
+                groups = self._find(decode)
                 self._num_searched = len(decode)
             else:
-                groups = self._groups_without_leavers(decode)
+                groups = self._without_leavers(decode)
             num_saved_blocks = sum(group.num_saved_blocks for group in groups)
-            self._groups = groups if num_saved_blocks * self.block_size >= self.min_saved_tokens else []
-            self._arranged = _lay_out(decode, self._groups)
+            self._sharers = groups if num_saved_blocks * self.block_size >= self.min_saved_tokens else []
+            self._arranged = _lay_out(decode, self._sharers)
             self._decode, self._is_stale = decode, False
         return self._arranged
 
-    def _groups_without_leavers(self, decode: list[Sequence]) -> list[Group]:
-        """Return the groups of the last step as they are without the sequences that left."""
-        if not self._groups:
+    def _without_leavers(self, decode: list[Sequence]) -> list[Sharers]:
+        """Return the sharers of the last step without the sequences that left."""
+        if not self._sharers:
             return []
         staying = set(decode)
-        groups = [group._replace(seqs=[seq for seq in group.seqs if seq in staying]) for group in self._groups]
+        groups = [group._replace(seqs=[seq for seq in group.seqs if seq in staying]) for group in self._sharers]
         return [group for group in groups if len(group.seqs) > 1]
 
-    def _find_groups(self, decode: list[Sequence]) -> list[Group]:
-        """Return the groups of a step, worth it or not, by the block tables alone."""
+    def _find(self, decode: list[Sequence]) -> list[Sharers]:
+        """Return all sharers of a step, worth it or not, by the block tables alone."""
         # Usually nothing is shared, and this is the fastest way to see it.
         if len({seq.block_table[0] for seq in decode}) == len(decode):
             return []
@@ -103,40 +103,40 @@ class PrefixGrouper:
         groups = []
         for family in by_first_block.values():
             for seqs in _split_family(family):
-                # A single row that is left over is no group.
+                # A single row that is left over shares with none.
                 for first in range(0, len(seqs) - 1, self.max_prefix_sharers):
-                    groups.append(self._group(seqs[first : first + self.max_prefix_sharers]))
+                    groups.append(self._of(seqs[first : first + self.max_prefix_sharers]))
         return groups
 
-    def _group(self, seqs: list[Sequence]) -> Group:
+    def _of(self, seqs: list[Sequence]) -> Sharers:
         # Sorted sequences between these two have the same blocks. A part of a run may share more than the run does.
         num_blocks = _num_common_blocks(seqs[0], seqs[-1])
         num_tokens = min(seq.num_computed_tokens for seq in seqs)  # the step's own included
         assert num_blocks * self.block_size < num_tokens, (
             f"the newest of {num_tokens} tokens lies in a shared block: {num_blocks} of {self.block_size} are shared"
         )
-        return Group(seqs, num_blocks)
+        return Sharers(seqs, num_blocks)
 
 
 def _split_family(family: list[Sequence]) -> list[list[Sequence]]:
-    """Cut sequences with a common first block into sorted groups of at least two, of any size; one alone is none.
+    """Cut sequences with a common first block into sorted sharers, at least two together; one alone is left out.
 
     Sorted by block table, sequences that share much are neighbours, and runs of neighbours with a common prefix lie
     within runs with a shorter one. They are looked at from the inside out: r sequences with n common blocks save
-    (r - 1) * n reads as a group of their own, and r * m as a part of the run around them, which has m common blocks.
+    (r - 1) * n reads as sharers of their own, and r * m as a part of the run around them, which has m common blocks.
     """
     family = sorted(family, key=lambda seq: seq.block_table)
     num_common = [_num_common_blocks(seq, following) for seq, following in pairwise(family)]
     groups = []
-    open_runs = [Group([], num_blocks=0)]  # runs that the current sequence lies in, the innermost last
+    open_runs = [Sharers([], num_blocks=0)]  # runs that the current sequence lies in, the innermost last
     for seq, num_blocks in zip(family, [*num_common, 0], strict=True):  # blocks that it shares with the next one
         if num_blocks > open_runs[-1].num_blocks:
-            open_runs.append(Group([], num_blocks))
+            open_runs.append(Sharers([], num_blocks))
         open_runs[-1].seqs.append(seq)
         while open_runs[-1].num_blocks > num_blocks:
             run = open_runs.pop()
             if open_runs[-1].num_blocks < num_blocks:
-                open_runs.append(Group([], num_blocks))
+                open_runs.append(Sharers([], num_blocks))
             around = open_runs[-1]
             if run.num_saved_blocks > len(run.seqs) * around.num_blocks:
                 groups.append(run.seqs)
@@ -150,15 +150,15 @@ def _num_common_blocks(one: Sequence, other: Sequence) -> int:
     return indexOf(map(ne, one.block_table, other.block_table), True)
 
 
-def _lay_out(decode: list[Sequence], groups: list[Group]) -> tuple[list[Sequence], list[PrefixGroup]]:
-    """Return the sequences with those of groups first, and where among them each group is."""
+def _lay_out(decode: list[Sequence], groups: list[Sharers]) -> tuple[list[Sequence], list[PrefixSharers]]:
+    """Return the sequences with the sharers first, and where among them they are."""
     if not groups:
         return decode, []
     order = [*chain.from_iterable(group.seqs for group in groups)]
     grouped = set(order)
-    prefix_groups = []
+    prefix_sharers = []
     first_row = 0
     for group in groups:
-        prefix_groups.append(PrefixGroup(first_row, len(group.seqs), group.num_blocks))
+        prefix_sharers.append(PrefixSharers(first_row, len(group.seqs), group.num_blocks))
         first_row += len(group.seqs)
-    return order + [seq for seq in decode if seq not in grouped], prefix_groups
+    return order + [seq for seq in decode if seq not in grouped], prefix_sharers

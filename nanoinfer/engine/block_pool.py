@@ -1,0 +1,257 @@
+"""Holds the pages that all cache groups share, and the texts whose keys, values or states are cached: the prefix cache.
+
+The cache is a pool of pages of `block_size` tokens (PagedAttention, Kwon et al. 2023). A block of text that is computed
+gets an entry. Entries form chains: each names the entry of the block before it. A full block is looked up by the hash
+of its tokens, chained to the hash of the block before. A hash only finds a candidate: it is a hit if the tokens are
+equal too, and if the entry's parent is the entry just hit. What else keys and values depend on, such as an adapter, is
+the `identity` of a sequence, and each identity has a chain of its own. Entries are told apart by serial numbers that
+are never used again, so a hash collision can never give a sequence the keys and values of another text.
+
+What an entry stands for hangs on it: a column of pages for each group with block tables (`Column`), and the snapshots
+of recurrent states. A page that nobody uses keeps its contents until it is handed out again. Pages without an entry are
+handed out first, then the least recently used.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from nanoinfer.engine.cache_groups.partial_hits import CacheEntry, Column, PartialHits
+from nanoinfer.engine.sequence import Sequence
+
+ROOT_SERIAL = 0  # the parent of every first block of sequences without an identity
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A page of the pool. A group with several tables has several pages for a block of text: a column."""
+
+    block_id: int
+    ref_count: int = 0  # sequences that use it, and steps that copy from it
+    entry: CacheEntry | None = None  # whose column it is in; None if it is not in the prefix cache
+
+
+class BlockPool:
+    """Hands out pages, takes them back, and keeps the entries of the prefix cache.
+
+    num_blocks: pages. first_block: pages before this one are never handed out. first_holds_all: whether the first group
+    holds the blocks of all tokens, so that an entry that has lost them is worthless. Where no group does, an entry
+    lives as long as something hangs on it, such as the entry of the next block.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        first_block: int,
+        first_holds_all: bool,
+        hash_function: Callable[[bytes], int],
+        min_copied_tokens: int,
+    ) -> None:
+        self.block_size = block_size
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.copies = PartialHits(min_copied_tokens)
+        self.num_frees = 0  # changes whenever pages come back
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first_block, num_blocks))  # in order of reuse
+        self._full: dict[int, CacheEntry] = {}  # entries of full blocks, by hash
+        self._entries: dict[int, CacheEntry] = {}  # all entries, by serial number
+        self._roots: dict[object, int] = {None: ROOT_SERIAL}  # what first blocks have as their parent, by identity
+        self._serials = count(ROOT_SERIAL + 1)
+        self.counts_uses = not first_holds_all
+        self._hash = hash_function
+        self.forget: Callable[[CacheEntry], None] | None = None  # is called with each entry that is removed
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out, including those in the prefix cache."""
+        return len(self._free)
+
+    @property
+    def num_full_entries(self) -> int:
+        return len(self._full)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # Pages.
+
+    def take(self, num_pages: int) -> Column:
+        """Hand out free pages."""
+        taken = []
+        for _ in range(num_pages):
+            block_id, _ = self._free.popitem(last=False)
+            block = self.blocks[block_id]
+            assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
+            if block.entry is not None:
+                self._lose(block.entry, block_id)
+            block.ref_count = 1
+            taken.append(block_id)
+        return tuple(taken)
+
+    def hold(self, column: Column) -> None:
+        """Let one user more have these pages."""
+        for block_id in column:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            block.ref_count += 1
+
+    def give_back(self, block_ids: Iterable[int]) -> None:
+        """Take pages back from a user, those first that are to be reused first."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is freed more often than it was given out"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if block.entry is None:
+                    self._free.move_to_end(block_id, last=False)
+        self.num_frees += 1
+
+    def is_idle(self, column: Column) -> bool:
+        """Return whether nobody uses a column, which is not empty."""
+        return self.blocks[column[0]].ref_count == 0
+
+    # Entries.
+
+    def root_of(self, seq: Sequence) -> int:
+        """Return what the first block of a sequence has as its parent."""
+        root = self._roots.get(seq.identity)
+        if root is None:
+            root = self._roots[seq.identity] = next(self._serials)
+        return root
+
+    def next_block(self, seq: Sequence, entries: list[CacheEntry]) -> tuple[int, bytes]:
+        """Return the parent of the block after these entries of `seq`, and its tokens that may come from the cache."""
+        start = len(entries) * self.block_size
+        tokens = seq.token_ids[start : min(start + self.block_size, seq.max_cached_tokens)].tobytes()
+        return entries[-1].serial if entries else self.root_of(seq), tokens
+
+    def find_chain(self, seq: Sequence) -> list[CacheEntry]:
+        """Return the entries of the first blocks of `seq`, as far as it may take them from the cache."""
+        found: list[CacheEntry] = []
+        parent_serial = self.root_of(seq)
+        for index in range(seq.max_cached_tokens // self.block_size):
+            entry = self.find(seq, index, parent_serial)
+            if entry is None:
+                break
+            found.append(entry)
+            parent_serial = entry.serial
+        return found
+
+    def find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
+        """Return the entry of block `index` of `seq`, if the block before it has the entry `parent_serial`."""
+        hashes = seq.prefix_hashes
+        if len(hashes) == index:  # every block before it was looked up
+            start = index * self.block_size
+            tokens = seq.token_ids[start : start + self.block_size].tobytes()
+            parent = hashes[-1][0] if hashes else parent_serial
+            hashes.append((self._hash(parent.to_bytes(8, "little") + tokens), tokens))
+        key, tokens = hashes[index]
+        entry = self._full.get(key)
+        return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None
+
+    def add(self, parent_serial: int, key: int | None, tokens: bytes, columns: list[Column | None]) -> CacheEntry:
+        """Make an entry for a block of text in these columns. If they have one with fewer of its tokens, it grows.
+
+        key: its hash; None if the block is not full.
+        """
+        entry = None
+        for column in columns:
+            if column is not None and entry is None:
+                entry = self.blocks[column[0]].entry
+        if entry is None:
+            entry = CacheEntry(next(self._serials), parent_serial, [None] * len(columns))
+            self._entries[entry.serial] = entry
+            if self.counts_uses:
+                self.retain((parent_serial,))
+        else:
+            self.copies.remove_new(entry)
+        if key is not None:
+            if key in self._full:  # a collision, or an entry whose parent was evicted: the newest one stays
+                self.remove(self._full[key])
+            self._full[key] = entry
+        entry.hash, entry.tokens = key, tokens
+        self.attach(entry, columns)
+        return entry
+
+    def attach(self, entry: CacheEntry, columns: list[Column | None]) -> None:
+        """Give an entry those of these columns that it lacks. Later steps can copy it if it has all."""
+        for group, column in enumerate(columns):
+            if column is not None and entry.columns[group] is None:
+                older = self.blocks[column[0]].entry
+                if older is not None:
+                    self._detach(older, group)
+                entry.columns[group] = column
+                for block_id in column:
+                    self.blocks[block_id].entry = entry
+                if self.counts_uses:
+                    self.retain((entry.serial,))
+        if None not in entry.columns:
+            self.copies.add(entry)
+
+    def evict(self, block_ids: Iterable[int], serials: Iterable[int]) -> None:
+        """Remove the entries that have one of these pages, and those with these serial numbers."""
+        found = [self.blocks[block_id].entry for block_id in block_ids] + [self._entries.get(one) for one in serials]
+        for entry in found:
+            if entry is not None and entry.serial in self._entries:
+                self.remove(entry)
+
+    def clear(self) -> None:
+        """Remove all entries. Pages in use stay with their users."""
+        self.evict(range(len(self.blocks)), [*self._entries])
+
+    def remove(self, entry: CacheEntry) -> None:
+        """Remove an entry. Nothing after it is found any more."""
+        self._remove(entry)
+        self.release((entry.parent_serial,))
+
+    def retain(self, serials: Iterable[int]) -> None:
+        """Note that something more hangs on each of these entries."""
+        if self.counts_uses:
+            for serial in serials:
+                if serial in self._entries:
+                    self._entries[serial].num_uses += 1
+
+    def release(self, serials: Iterable[int]) -> None:
+        """Note that something less hangs on each of these entries. One on which nothing is left is removed."""
+        if self.counts_uses:
+            left = [*serials]
+            while left:
+                entry = self._entries.get(left.pop())
+                if entry is not None:
+                    entry.num_uses -= 1
+                    if entry.num_uses == 0:
+                        self._remove(entry)
+                        left.append(entry.parent_serial)
+
+    def _remove(self, entry: CacheEntry) -> None:
+        del self._entries[entry.serial]
+        if entry.hash is not None:
+            del self._full[entry.hash]
+        for group in range(len(entry.columns)):
+            self._detach(entry, group)
+        self.copies.remove(entry)
+        if self.forget is not None:
+            self.forget(entry)
+
+    def _lose(self, entry: CacheEntry, block_id: int) -> None:
+        """Take a page from its entry."""
+        [group] = [group for group, column in enumerate(entry.columns) if column is not None and block_id in column]
+        if group == 0 and not self.counts_uses:
+            self.remove(entry)
+        else:
+            self._detach(entry, group)
+
+    def _detach(self, entry: CacheEntry, group: int) -> None:
+        column = entry.columns[group]
+        if column is None:
+            return
+        entry.columns[group] = None
+        for block_id in column:
+            self.blocks[block_id].entry = None
+            if block_id in self._free:
+                self._free.move_to_end(block_id, last=False)
+        self.copies.remove(entry)
+        self.release((entry.serial,))
