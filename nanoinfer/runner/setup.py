@@ -82,7 +82,12 @@ class Setup:
     @property
     def states(self) -> StateLayout | None:
         """What layers with linear attention keep of a sequence; None without such layers."""
-        return StateLayout.of(self.model_config, self.dtype, self.tp)
+        return StateLayout.of(self.model_config, self.dtype, self.tp, self.max_row_tokens)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens of a decode row: as many as the layers of the loaded model take, and are asked for."""
+        return min(self.config.max_row_tokens, self.backends.max_row_tokens or self.config.max_row_tokens)
 
     @property
     def pooling(self) -> PoolingConfig:
@@ -130,6 +135,7 @@ class Setup:
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
+            max_row_tokens=self.max_row_tokens,
         )
 
     def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
@@ -198,8 +204,9 @@ class Setup:
         captures_largest = max_tokens == self.config.max_num_batched_tokens
         if self.uses_graphs and not self.config.enable_return_routed_experts:
             graphs = model.prefill_graphs(max_tokens, captures_largest)
+        max_logits = limits.max_num_seqs * limits.max_row_tokens
         return StepBuffers(
-            torch.empty(limits.max_num_seqs, model.vocab.size, dtype=model.logits_dtype, device=self.device), graphs
+            torch.empty(max_logits, model.vocab.size, dtype=model.logits_dtype, device=self.device), graphs
         )
 
     def make_model_runner(
