@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanoinfer.engine.packet import DeviceSections, HostSections
 from nanoinfer.sampling.logits_processors import Lines
 
 PADDING = -1  # the row of a line that is drawn for none
@@ -25,6 +26,13 @@ class Proposals(NamedTuple):
     token_ids: Tensor
     num_row_tokens: Tensor
     host_counts: list[int]
+
+    @classmethod
+    def read(cls, on_host: HostSections, on_device: DeviceSections) -> "Proposals":
+        """Read what a packet proposes."""
+        num_rows = len(on_host.decode_rows)
+        numbers, counts = on_device.proposals.view(num_rows, -1), on_host.proposals.reshape(num_rows, -1)[:, 0]
+        return cls(numbers[:, 1:].contiguous(), numbers[:, 0].contiguous(), counts.tolist())
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,7 @@ PARAMS = [
     replace(GREEDY, temperature=0.8, n=3, seed=5, logprobs=None),
     replace(GREEDY, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
     replace(GREEDY, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3),
-    replace(GREEDY, temperature=1.0, logit_bias={3: 4.0, 9: -100.0}, allowed_token_ids=[3, 5, 8, 9, 13]),
+    replace(GREEDY, temperature=1.0, logit_bias={3: 4.0, 9: -100.0}),
     replace(GREEDY, temperature=1.5, stop_token_ids=[*range(0, VOCAB_SIZE, 7)], min_tokens=6),
     replace(GREEDY, temperature=1.5, stop_token_ids=[*range(0, VOCAB_SIZE, 9)], logprobs=None),
     replace(GREEDY, max_tokens=1),
@@ -102,7 +102,8 @@ def test_tokens_stay_the_same_where_blocks_and_rows_are_short(
     def prepare(llm: LLM) -> None:
         engine_of(llm).scheduler.reserved_tokens = 0
 
-    _, metrics = compare(folders(architecture), draw_prompts(), PARAMS, prepare=prepare, **options)
+    # What is computed again in other chunks is rounded otherwise.
+    _, metrics = compare(folders(architecture), draw_prompts(), PARAMS, 5e-5, prepare=prepare, **options)
     assert metrics.num_preemptions or "Gemma" in architecture or "Gpt" in architecture
 
 
