@@ -67,7 +67,7 @@ class LLMEngine(Engine):
             config.enable_prefix_caching,
             limits.groups,
             max_num_seqs=limits.max_num_seqs,
-            max_chunk_tokens=config.max_num_batched_tokens,
+            max_chunk_tokens=max(config.max_num_batched_tokens, limits.max_row_tokens),
         )
         self.extras = Extras(config, runner, tokenizer)
         self.scheduler = Scheduler(

@@ -53,9 +53,10 @@ def _take(batch: ScheduledBatch, seq: Sequence, ids: abc.Sequence[int], manager:
     """Have a row compute these ids, too, if they can count and have blocks; return those that it computes."""
     num_tokens = 1 + min(len(ids), seq.stopping.max_num_tokens - len(seq.token_ids) - 1)
     first = seq.num_computed_tokens = seq.num_computed_tokens - 1  # where the row's first token goes
-    if first + num_tokens > seq.num_slots and manager.make_room([seq], num_tokens):
-        batch.new_blocks += manager.extend([seq], num_tokens)
-    num_tokens = min(num_tokens, seq.num_slots - first)
+    if first + num_tokens > seq.num_slots:
+        if not manager.make_room([seq], num_tokens):
+            num_tokens = seq.num_slots - first
+        batch.new_blocks += manager.extend([seq], num_tokens)  # also if there is no room: its window may have moved
     seq.num_computed_tokens = first + num_tokens
     return ids[: num_tokens - 1]
 

@@ -152,7 +152,8 @@ class Setup:
         else:
             num_blocks = groups.num_pages_of(num_blocks)
         num_blocks = self.tp.minimum(num_blocks, self.device)
-        capacity = groups.max_tokens(num_blocks, block_size, self.config.max_num_batched_tokens)
+        max_chunk_tokens = max(self.config.max_num_batched_tokens, limits.max_row_tokens)
+        capacity = groups.max_tokens(num_blocks, block_size, max_chunk_tokens)
         max_model_len = memory.resolve_max_model_len(
             self.config.max_model_len, self.longest, capacity, num_blocks, block_size
         )
