@@ -1,14 +1,16 @@
 """Engines whose decode rows have several tokens answer as those of single tokens do, whatever is proposed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoinfer import LLM, SamplingParams
-from nanoinfer.engine.stopping import NO_TOKEN
+from nanoinfer import LLM, RequestOutput, SamplingParams
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.stopping import NO_TOKEN, NOT_COUNTED
 from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
 from tests.proposers import KnownTexts, assert_same_answers, engine_of, proposing_llm
 
@@ -134,3 +136,161 @@ def test_what_steps_of_several_tokens_computed_is_found_by_later_prompts(
         assert_same_answers(llm.generate(turns, replace(params, max_tokens=9), use_tqdm=False), second)
         found = llm.get_metrics().cached_tokens - before
     assert found >= sum(len(turn) - 3 - 1 - BLOCK_SIZE for turn in turns)
+
+
+@pytest.fixture
+def two(folders: Callable[[str], Path]) -> Iterator[tuple[LLM, LLM]]:
+    """An engine without proposals, and one with room for them."""
+    folder, options = folders("Qwen3_5ForCausalLM"), {"device": "cpu", "dtype": "float32", **SIZES}
+    with LLM(folder, **options) as plain, proposing_llm(folder, **options) as llm:
+        yield plain, llm
+
+
+def run_to_the_end(llm: LLM) -> list[RequestOutput]:
+    outputs = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    return sorted(outputs, key=lambda output: output.request_id)
+
+
+def test_paused_requests_go_on_where_they_were(two: tuple[LLM, LLM]) -> None:
+    """Some keep their rows, with tokens that their states do not have yet, and some lose them."""
+    plain, llm = two
+    prompts = draw_prompts()
+    expected = plain.generate(prompts, PARAMS, use_tqdm=False)
+    engine = engine_of(llm)
+    engine.proposer = KnownTexts(expected, VOCAB_SIZE)
+    request_ids = [llm.add_request(*request) for request in zip(prompts, PARAMS, strict=True)]
+    outputs, paused = [], request_ids[::2]
+    for _ in range(6):
+        outputs += llm.step()
+    llm.pause(paused)
+    for _ in range(3):
+        outputs += llm.step()
+    assert engine.scheduler.paused
+    assert engine.scheduler.reclaim(), "the last of them loses its blocks"
+    llm.resume(paused)
+    outputs += run_to_the_end(llm)
+    assert_same_answers(sorted(outputs, key=lambda output: output.request_id), expected, 5e-5)
+
+
+@pytest.mark.parametrize("place", ["launch", "sample", "wait", "propose"])
+def test_steps_that_fail_leave_nothing_behind(two: tuple[LLM, LLM], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, llm = two
+    prompts = draw_prompts()
+    expected = plain.generate(prompts, PARAMS, use_tqdm=False)
+    engine = engine_of(llm)
+    engine.proposer = proposer = KnownTexts(expected, VOCAB_SIZE)
+    for request in zip(prompts, PARAMS, strict=True):
+        llm.add_request(*request)
+    outputs = []
+    for _ in range(4):
+        for _ in range(3):
+            outputs += llm.step()
+        monkeypatch.setattr(proposer if place == "propose" else engine.runner, place, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            for _ in range(2):  # a step that is in flight is collected first
+                outputs += llm.step()
+        monkeypatch.undo()
+    outputs += run_to_the_end(llm)
+    assert_same_answers(sorted(outputs, key=lambda output: output.request_id), expected, 5e-5)
+    assert llm.get_metrics().num_used_blocks == 0
+
+
+def test_nan_after_some_right_proposals_ends_a_request_there(two: tuple[LLM, LLM]) -> None:
+    """The fourth token of the second request is NaN: with proposals it comes within a step."""
+    plain, llm = two
+    prompts, params = draw_prompts()[:3], replace(GREEDY, max_tokens=12)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    engine = engine_of(llm)
+    engine.proposer = KnownTexts(expected, VOCAB_SIZE, share_right=1.0)
+    wait = engine.runner.wait  # type: ignore[union-attr]
+
+    def nan_at_the_fourth(handle: Any) -> list[int]:
+        token_ids = wait(handle)
+        batch = engine._in_flight[0].batch
+        for row, seq in enumerate(batch.sampled):
+            place = 3 - len(seq.completion_token_ids)
+            index = row * batch.num_tokens + place
+            if seq.request_id == 1 and 0 <= place < batch.num_tokens and token_ids[index] >= 0:
+                token_ids[index : (row + 1) * batch.num_tokens] = [NO_TOKEN] + [NOT_COUNTED] * (batch.num_tokens - place - 1)
+        return token_ids
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "wait", nan_at_the_fourth)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert_same_answers(outputs[::2], expected[::2])
+    [failed] = outputs[1].outputs
+    assert (failed.finish_reason, failed.error_kind) == ("error", "nan_logits")
+    assert failed.token_ids == expected[1].outputs[0].token_ids[:3]
+    assert failed.logprobs is not None
+    assert len(failed.logprobs) == 3
+
+
+TEXTS = ["What is 312 + 48?", "Sort 3, 1, 2", "Spell eagle", "2, 4, 6,", "Count to ten"]
+OF_TEXTS = [
+    replace(GREEDY, max_tokens=40, stop=["7", "e"]),
+    replace(GREEDY, max_tokens=40, stop=["1"], include_stop_str_in_output=True, min_tokens=4, temperature=1.0),
+    replace(GREEDY, max_tokens=25, stop=["zz"], flat_logprobs=True),
+    SamplingParams(temperature=1.2, max_tokens=20, n=2, seed=4, stop=[" "], logprobs=0),
+    SamplingParams(temperature=0.5, max_tokens=20),
+]
+
+
+def test_stop_strings_and_streams_see_one_token_after_the_other() -> None:
+    options = {"device": "cpu", "dtype": "float32", **SIZES}
+    with LLM("tiny", **options) as plain, proposing_llm("tiny", **options) as llm:
+        expected = plain.generate(TEXTS, OF_TEXTS, use_tqdm=False)
+        engine = engine_of(llm)
+        engine.proposer = proposer = KnownTexts(expected, VOCAB_SIZE, share_right=0.8)
+        assert_same_answers(llm.generate(TEXTS, OF_TEXTS, use_tqdm=False), expected, 3e-5)
+        for request_id, request in enumerate(zip(TEXTS, OF_TEXTS, strict=True), start=len(TEXTS)):
+            chunks = [*plain.stream(*request)]
+            for sample in range(request[1].n):
+                ids = [token_id for chunk in chunks if chunk.sample == sample for token_id in chunk.token_ids]
+                proposer.texts[request_id, sample] = ids
+            streamed = [*llm.stream(*request)]
+            for sample in range(request[1].n):
+                its, others = ([chunk for chunk in each if chunk.sample == sample] for each in (streamed, chunks))
+                assert [(chunk.text, chunk.token_ids, chunk.finish_reason) for chunk in its] == [
+                    (chunk.text, chunk.token_ids, chunk.finish_reason) for chunk in others
+                ]
+
+
+def test_routed_experts_are_those_of_the_tokens_that_count(folders: Callable[[str], Path]) -> None:
+    options = {"device": "cpu", "dtype": "float32", "enable_return_routed_experts": True, **SIZES}
+    with LLM(folders("GptOssForCausalLM"), **options) as llm:
+        expected = llm.generate(draw_prompts(), PARAMS, use_tqdm=False)
+    with proposing_llm(folders("GptOssForCausalLM"), **options) as llm:
+        engine_of(llm).proposer = KnownTexts(expected, VOCAB_SIZE)
+        outputs = llm.generate(draw_prompts(), PARAMS, use_tqdm=False)
+    assert_same_answers(outputs, expected)
+    for output, other in zip(outputs, expected, strict=True):
+        for one, its in zip(output.outputs, other.outputs, strict=True):
+            assert one.routed_experts is not None
+            assert its.routed_experts is not None
+            assert (one.routed_experts == its.routed_experts).all()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3_5ForCausalLM"])
+def test_two_ranks_draw_the_same(architecture: str, folders: Callable[[str], Path]) -> None:
+    compare(folders(architecture), draw_prompts(), PARAMS, tensor_parallel_size=2)
+
+
+def test_states_go_on_in_steps_without_proposals_and_begin_anew_after_sleep(two: tuple[LLM, LLM]) -> None:
+    """Steps of one token a row are by other kernels, which know of nothing pending."""
+    plain, llm = two
+    for first_id in (0, len(PARAMS)):
+        expected = plain.generate(draw_prompts(), PARAMS, use_tqdm=False)
+        proposer = KnownTexts(expected, VOCAB_SIZE, first_id=first_id)
+        engine_of(llm).proposer, propose, steps = proposer, proposer.propose, count()
+
+        def sometimes(seqs: list[Sequence], propose: Any = propose, steps: Any = steps) -> list[list[int]]:
+            return propose(seqs) if next(steps) % 3 else [[]] * len(seqs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proposer, "propose", sometimes)
+            assert_same_answers(llm.generate(draw_prompts(), PARAMS, use_tqdm=False), expected)
+        for one in two:
+            one.sleep()
+            one.wake_up()
