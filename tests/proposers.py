@@ -8,6 +8,8 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -48,12 +50,13 @@ class KnownTexts:
         seed: int = 0,
         share_right: float = 0.6,
         first_id: int = 0,
-        most: int = MAX_ROW_TOKENS - 1,
     ) -> None:
         self.texts = {
-            (first_id + index, one.index): one.token_ids for index, output in enumerate(outputs) for one in output.outputs
+            (first_id + index, one.index): one.token_ids
+            for index, output in enumerate(outputs)
+            for one in output.outputs
         }
-        self._rng, self._vocab_size, self._share_right, self._most = Random(seed), vocab_size, share_right, most
+        self._rng, self._vocab_size, self._share_right = Random(seed), vocab_size, share_right
         self.num_proposed = 0
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
@@ -65,8 +68,10 @@ class KnownTexts:
         rng, known = self._rng, len(seq.token_ids) - seq.num_prompt_tokens
         text = self.texts[seq.request_id, seq.sample]
         assert seq.completion_token_ids == text[:known], "an earlier token is not that of single steps"
-        right = text[known : known + self._most] + [rng.randrange(self._vocab_size) for _ in range(self._most)]
-        proposed = right[: rng.randint(0, self._most)]
+        right = text[known : known + self.max_num_tokens] + [
+            rng.randrange(self._vocab_size) for _ in range(self.max_num_tokens)
+        ]
+        proposed = right[: rng.randint(0, self.max_num_tokens)]
         if proposed and rng.random() > self._share_right:
             wrong = rng.randrange(len(proposed))
             proposed[wrong] = (proposed[wrong] + rng.randrange(1, self._vocab_size)) % self._vocab_size
@@ -96,7 +101,6 @@ def assert_same_answers(outputs: list[RequestOutput], expected: list[RequestOutp
             assert len(entries) == len(others)
             for entry, its_entry in zip(entries, others, strict=True):
                 assert entry.keys() == its_entry.keys()
-                for token_id, found in entry.items():
-                    gap = abs(found.logprob - its_entry[token_id].logprob)
-                    assert gap <= tolerance, gap
-                    assert (found.rank, found.decoded_token) == (its_entry[token_id].rank, its_entry[token_id].decoded_token)
+                for found, known in ((entry[token_id], its_entry[token_id]) for token_id in entry):
+                    assert (found.rank, found.decoded_token) == (known.rank, known.decoded_token)
+                    assert found.logprob == pytest.approx(known.logprob, rel=0, abs=tolerance)

@@ -238,7 +238,7 @@ class LLMEngine(Engine):
         if any(seq.constraint and seq.constraint.follows_tokens and seq.num_pending_tokens > 1 for seq in sampled):
             self._collect_until(max_in_flight=0)
         running = [seq.constraint if seq.status is SequenceStatus.RUNNING else None for seq in sampled]
-        return self.constraints.masks(running) if self.constraints else None
+        return self.constraints.masks(running, batch.proposals, batch.num_tokens) if self.constraints else None
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and keep the sequences that it finished."""

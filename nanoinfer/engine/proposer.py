@@ -1,13 +1,13 @@
 """Decode rows of several tokens: the newest one, and tokens that a proposer expects to follow it.
 
-A decode step draws a token at each of them: the first follows the newest token, and the next ones follow the proposals.
-A drawn token counts if all proposals before it are what was drawn there. So the tokens are those of steps of one token,
-whoever proposes. A wrong proposal costs its place in the step, and leaves no trace: keys and values beyond a sequence's
-length are written again.
+A decode step computes the proposals after the newest token, and draws a token after each: with the noise of its own
+position, so that it is the one that single steps would draw if the proposals before it are right. It counts if they are
+what was drawn there. So the tokens are those of single steps, whoever proposes. A wrong proposal costs time and leaves
+no trace: what it wrote lies behind the known tokens, and is written again.
 
-Proposals follow the newest token, so a decode step waits until the tokens before it are known. A proposal takes no block
-from anybody: where none is free, the row has fewer. What a step has drawn is collected token by token, as if each was
-drawn by a step of its own. So whatever ends a sequence, or wants to know of a token, needs to know of single ones alone.
+A proposer has to know all tokens of a sequence, so a decode step waits until the step before it is collected. Proposals
+take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected one by one, as if a step of its
+own had drawn each. So whatever ends a sequence, or is told of tokens, knows of single steps alone.
 """
 
 import collections.abc as abc
@@ -51,7 +51,8 @@ def add_proposals(
 
 def _take(batch: ScheduledBatch, seq: Sequence, ids: abc.Sequence[int], manager: BlockManager) -> abc.Sequence[int]:
     """Have a row compute these ids, too, if they can count and have blocks; return those that it computes."""
-    num_tokens = 1 + min(len(ids), seq.stopping.max_num_tokens - len(seq.token_ids) - 1)
+    ids = ids[: seq.stopping.max_num_tokens - len(seq.token_ids) - 1]
+    num_tokens = 1 + (len(ids) if seq.constraint is None else seq.constraint.num_allowed(ids))
     first = seq.num_computed_tokens = seq.num_computed_tokens - 1  # where the row's first token goes
     if first + num_tokens > seq.num_slots:
         if not manager.make_room([seq], num_tokens):

@@ -117,10 +117,9 @@ class Scheduler:
     def schedule(self, in_flight: bool = False, proposer: Proposer | None = None) -> ScheduledBatch:
         """Choose the next step and advance its sequences by it.
 
-        in_flight: whether a scheduled step has not been given to `update` yet. proposer: proposes tokens of decode rows.
-        The batch is empty when there is
-        nothing to do, or nothing until that step is collected: blocks are taken from a sequence only when its tokens
-        are known.
+        in_flight: whether a scheduled step has not been given to `update` yet. proposer: what may follow in decode
+        rows. The batch is empty when there is nothing to do, or nothing until that step is collected: blocks are taken
+        from a sequence only when its tokens are known.
         """
         self.block_manager.start_step()
         if self._ending:

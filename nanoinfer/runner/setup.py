@@ -1,7 +1,6 @@
 """Makes what runs steps: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,14 +18,20 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import RecurrentStateSpec, num_snapshots
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.implementations import load
 from nanoinfer.models.interface import Model
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.cuda_graphs import (
+    DecodeGraphs,
+    Forward,
+    graph_sizes,
+    several_tokens_graph_sizes,
+    sharing_graph_sizes,
+)
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
 from nanoinfer.runner.pooler import DenseLayer, Pooler, load_dense
@@ -193,9 +198,19 @@ class Setup:
 
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
         shares_prefixes = limits.max_prefix_sharers > 1 and self.config.enable_prefix_caching
-        capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
-        sizes = graph_sizes(limits.max_num_seqs)
-        count = len(sizes) + shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
+        sizes, num_tokens = graph_sizes(limits.max_num_seqs), limits.max_row_tokens
+        count = len(sizes)
+
+        def capture(some: list[int]) -> DecodeGraphs:
+            graphs = DecodeGraphs(decode, some, sharing_sizes=[], device=self.device)
+            for size in some if num_tokens > 1 else ():
+                rows = torch.full((size,), PADDING_ROW, dtype=torch.int32, device=self.device)
+                graphs.replay(DecodeBatch(rows, None, num_tokens, torch.ones_like(rows)))
+            return graphs
+
+        if num_tokens > 1:  # a pair of graphs is measured, and those of several tokens are of any number up to the most
+            count = max(count, len(several_tokens_graph_sizes(sizes)) * (num_tokens - 1))
+        count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
     def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:

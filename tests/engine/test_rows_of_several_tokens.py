@@ -38,8 +38,9 @@ PARAMS = [
 ]
 
 
-def draw_prompts(vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
-    return [[(7 * index + 3 * place * place) % vocab_size for place in range(5 + 8 * index)] for index in range(len(PARAMS))]
+def draw_prompts() -> list[list[int]]:
+    lengths = range(5, 5 + 8 * len(PARAMS), 8)
+    return [[(7 * index + 3 * i * i) % VOCAB_SIZE for i in range(length)] for index, length in enumerate(lengths)]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,9 @@ def test_paused_requests_go_on_where_they_were(two: tuple[LLM, LLM]) -> None:
 
 
 @pytest.mark.parametrize("place", ["launch", "sample", "wait", "propose"])
-def test_steps_that_fail_leave_nothing_behind(two: tuple[LLM, LLM], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_fail_leave_nothing_behind(
+    two: tuple[LLM, LLM], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, llm = two
     prompts = draw_prompts()
     expected = plain.generate(prompts, PARAMS, use_tqdm=False)
@@ -188,9 +191,9 @@ def test_steps_that_fail_leave_nothing_behind(two: tuple[LLM, LLM], place: str, 
         for _ in range(3):
             outputs += llm.step()
         monkeypatch.setattr(proposer if place == "propose" else engine.runner, place, lambda *_: 1 / 0)
+        outputs += llm.step() if place == "propose" and engine._in_flight else []  # it is collected first
         with pytest.raises(ZeroDivisionError):
-            for _ in range(2):  # a step that is in flight is collected first
-                outputs += llm.step()
+            llm.step()
         monkeypatch.undo()
     outputs += run_to_the_end(llm)
     assert_same_answers(sorted(outputs, key=lambda output: output.request_id), expected, 5e-5)
@@ -213,7 +216,8 @@ def test_nan_after_some_right_proposals_ends_a_request_there(two: tuple[LLM, LLM
             place = 3 - len(seq.completion_token_ids)
             index = row * batch.num_tokens + place
             if seq.request_id == 1 and 0 <= place < batch.num_tokens and token_ids[index] >= 0:
-                token_ids[index : (row + 1) * batch.num_tokens] = [NO_TOKEN] + [NOT_COUNTED] * (batch.num_tokens - place - 1)
+                rest = range(index + 1, (row + 1) * batch.num_tokens)
+                token_ids[index : rest.stop] = [NO_TOKEN] + [NOT_COUNTED] * len(rest)
         return token_ids
 
     with pytest.MonkeyPatch.context() as patch:
@@ -243,7 +247,7 @@ def test_stop_strings_and_streams_see_one_token_after_the_other() -> None:
         expected = plain.generate(TEXTS, OF_TEXTS, use_tqdm=False)
         engine = engine_of(llm)
         engine.proposer = proposer = KnownTexts(expected, VOCAB_SIZE, share_right=0.8)
-        assert_same_answers(llm.generate(TEXTS, OF_TEXTS, use_tqdm=False), expected, 3e-5)
+        assert_same_answers(llm.generate(TEXTS, OF_TEXTS, use_tqdm=False), expected, 1e-4)  # its weights are larger
         for request_id, request in enumerate(zip(TEXTS, OF_TEXTS, strict=True), start=len(TEXTS)):
             chunks = [*plain.stream(*request)]
             for sample in range(request[1].n):
