@@ -41,8 +41,16 @@ class Constraints(Protocol):
     ) -> None:
         """Give requests, by index, their constraints; add what is wrong with a constraint to `errors`."""
 
-    def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
-        """Return which tokens a step may draw. constraints: of each token that it draws, or None."""
+    def masks(
+        self,
+        constraints: abc.Sequence[Constraint | None],
+        proposals: abc.Sequence[abc.Sequence[int]] = (),
+        num_tokens: int = 1,
+    ) -> TokenMasks:
+        """Return which tokens a step may draw. constraints: of each sequence that it draws for, or None.
+
+        proposals: of each sequence, where the step draws `num_tokens` tokens of each as if these were right.
+        """
 
 
 class SampledStep(Protocol):
