@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from nanoinfer import LLM, RequestOutput, SamplingParams
+from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import NO_TOKEN, NOT_COUNTED
 from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
@@ -30,7 +31,7 @@ PARAMS = [
     replace(GREEDY, temperature=0.8, n=3, seed=5, logprobs=None),
     replace(GREEDY, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
     replace(GREEDY, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3),
-    replace(GREEDY, temperature=1.0, logit_bias={3: 4.0, 9: -100.0}),
+    replace(GREEDY, temperature=1.0, logit_bias={3: 4.0, 9: -100.0}, allowed_token_ids=[3, 5, 8, 9, 13]),
     replace(GREEDY, temperature=1.5, stop_token_ids=[*range(0, VOCAB_SIZE, 7)], min_tokens=6),
     replace(GREEDY, temperature=1.5, stop_token_ids=[*range(0, VOCAB_SIZE, 9)], logprobs=None),
     replace(GREEDY, max_tokens=1),
@@ -59,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def compare(
-    folder: Path,
+    folder: Path | str,
     prompts: list[Any],
     params: list[SamplingParams],
     tolerance: float = 1e-5,
@@ -191,7 +192,7 @@ def test_steps_that_fail_leave_nothing_behind(
         for _ in range(3):
             outputs += llm.step()
         monkeypatch.setattr(proposer if place == "propose" else engine.runner, place, lambda *_: 1 / 0)
-        outputs += llm.step() if place == "propose" and engine._in_flight else []  # it is collected first
+        outputs += llm.step() if place != "wait" and engine._in_flight else []  # it is collected first
         with pytest.raises(ZeroDivisionError):
             llm.step()
         monkeypatch.undo()
@@ -259,6 +260,44 @@ def test_stop_strings_and_streams_see_one_token_after_the_other() -> None:
                 assert [(chunk.text, chunk.token_ids, chunk.finish_reason) for chunk in its] == [
                     (chunk.text, chunk.token_ids, chunk.finish_reason) for chunk in others
                 ]
+
+
+def last_twice(token_ids: list[int], logits: Tensor) -> Tensor:
+    """A user's function whose result depends on all tokens before."""
+    logits[sum(token_ids) % len(logits)] += 20
+    return logits
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_what_constrains_tokens_follows_proposals(tensor_parallel_size: int) -> None:
+    """Grammars, also with proposals that they forbid and with their ends; bad words; users' functions."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["b"]}
+    free = replace(GREEDY, max_tokens=30, ignore_eos=False)
+    params = [
+        replace(free, structured_outputs=StructuredOutputsParams(json=schema)),
+        replace(free, temperature=1.0, structured_outputs=StructuredOutputsParams(regex="[0-9]{3,9}(, [a-z]+)*")),
+        replace(free, temperature=1.0, structured_outputs=StructuredOutputsParams(choice=["one", "two hundred"]), n=2),
+        replace(free, temperature=1.0, bad_words=["1", "2 3"], min_tokens=5),
+        replace(free, logits_processors=[last_twice]),
+        replace(free, temperature=1.5, structured_outputs=StructuredOutputsParams(regex="a*b"), min_tokens=6),
+        replace(
+            free, temperature=1.5, structured_outputs=StructuredOutputsParams(regex="[a-z ]*"), repetition_penalty=1.2
+        ),
+        free,
+    ]
+    prompts = (TEXTS * 2)[: len(params)]
+    plain, metrics = compare("tiny", prompts, params, 1e-4, tensor_parallel_size=tensor_parallel_size)
+    assert metrics.num_decode_steps < plain.num_decode_steps
+
+
+def test_a_users_function_that_fails_ends_its_request_at_the_same_token() -> None:
+    def fails_at_five(token_ids: list[int], logits: Tensor) -> Tensor:
+        assert len(token_ids) < 5
+        return logits
+
+    failing = replace(GREEDY, logits_processors=[fails_at_five])
+    compare("tiny", TEXTS, [failing, GREEDY, replace(failing, temperature=1.0), failing, GREEDY], 1e-4)
 
 
 def test_routed_experts_are_those_of_the_tokens_that_count(folders: Callable[[str], Path]) -> None:
