@@ -114,7 +114,7 @@ def test_tokens_stay_the_same_where_blocks_and_rows_are_short(
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_an_8_bit_cache_answers_alike(architecture: str, kv_cache_dtype: str, folders: Callable[[str], Path]) -> None:
-    compare(folders(architecture), draw_prompts(), PARAMS, tolerance=1e-3, kv_cache_dtype=kv_cache_dtype)
+    compare(folders(architecture), draw_prompts(), PARAMS, tolerance=5e-3, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.parametrize("architecture", MODELS)
