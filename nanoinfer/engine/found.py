@@ -20,20 +20,25 @@ class Found(ABC):
         """Give it to the requests, once it has come to the host.
 
         requests: a Request by id; dropped ones are missing. wanted: for each of the step's tokens, whether its sequence
-        was still running.
+        was still running, and whether it counts if tokens were proposed.
         """
 
 
 @dataclass(slots=True)
 class SampleLogprobs(Found):
-    """Log-probabilities of drawn tokens. batch_indices: which of the step's tokens. logprobs: `LogprobsTensors`."""
+    """Log-probabilities of drawn tokens.
+
+    batch_indices: which of the step's tokens. logprobs: `LogprobsTensors`. num_tokens: how many tokens of each sequence
+    the step draws, those of the first sequence first.
+    """
 
     batch_indices: list[int]
     logprobs: Any
+    num_tokens: int = 1
 
     def collected(self, batch: Any, requests: Mapping[int, Any], wanted: list[bool]) -> None:
         for batch_idx, entry in zip(self.batch_indices, self.logprobs.to_positions(), strict=True):
-            seq = batch.sampled[batch_idx]
+            seq = batch.sampled[batch_idx // self.num_tokens]
             params = seq.sampling_params
             num_others = params.num_logprobs
             if not wanted[batch_idx] or num_others is None or seq.finish_reason == "error":

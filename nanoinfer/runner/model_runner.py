@@ -23,6 +23,7 @@ from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.interface import Model
 from nanoinfer.runner.device_state import DeviceState
+from nanoinfer.sampling.proposals import Proposals
 from nanoinfer.sampling.sampler import Sampled
 
 
@@ -32,12 +33,13 @@ class LaunchedStep(NamedTuple):
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
     found: list[Found]  # in prompts
+    proposals: Proposals | None = None  # what follows the newest tokens; it was computed too
 
 
 class StepHandle(NamedTuple):
     """A sampled step: its results on their way to host memory, and the event that says they have come."""
 
-    token_ids: Tensor  # (num_sampled,) int32
+    token_ids: Tensor  # (num_sampled,) int32, or with proposals (num_sampled, num_tokens)
     found: list[Found]  # what requests want beside tokens
     errors: dict[int, str]  # by batch_idx: why a logits processor failed; that sample gets no token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
@@ -102,13 +104,15 @@ class ModelRunner:
     def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
 
-        They come in the packet's order: chunks that sample, or decode rows.
+        They come in the packet's order: chunks that sample, or decode rows. With proposals, those that do not count are
+        NOT_COUNTED.
         """
         with computing(self.device, self._num_threads):
             if self.model.generates:
-                logits = self.state.buffers.logits[: len(launched.host_rows)]
-                first_id = self.model.vocab.start
-                sampled = self.state.sampler.sample(logits, first_id, launched.rows, launched.host_rows, masks)
+                rows, host_rows, _, proposals = launched
+                num_lines = len(host_rows) * (1 if proposals is None else proposals.num_tokens)
+                logits, first_id = self.state.buffers.logits[:num_lines], self.model.vocab.start
+                sampled = self.state.sampler.sample(logits, first_id, rows, host_rows, masks, proposals)
             else:
                 sampled = Sampled(torch.empty(0, dtype=torch.int32), [], {})
             return StepHandle(

@@ -4,6 +4,7 @@ A line is the place of one token that a step draws. `Sampler` lists the processo
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,19 +19,33 @@ NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: p
 class Lines:
     """Holds some lines of a step.
 
-    indices: which of the step's lines they are (batch_idx). host_rows: the row of each in the step tables. rows: the
-    same on the device, (num_lines,) int64. context_lens: the table of known tokens, (table_rows,) int32.
+    indices: which of the step's lines they are (batch_idx). host_rows: the row of each in the step tables; -1 for
+    padding, which is never drawn. rows: the same on the device, (num_lines,) int64. context_lens: the table of known
+    tokens, (table_rows,) int32. num_tokens: how many lines each row has in the step, as in `Proposals`. offsets:
+    (num_lines,) int32, how many proposals come before each line's token; None: there are none in the step.
     """
 
-    indices: list[int]
+    indices: Sequence[int]
     host_rows: list[int]
     rows: Tensor
     context_lens: Tensor
+    num_tokens: int = 1
+    offsets: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
-        """The place of each line's token in its sequence, (num_lines,) int32: all tokens before it are known."""
-        return self.context_lens[self.rows]
+        """The place of each line's token in its sequence, (num_lines,) int32.
+
+        In the table of tokens, those before it are known, or proposals that its draw assumes.
+        """
+        positions = self.context_lens[self.rows]
+        return positions if self.offsets is None else positions + self.offsets
+
+    def some(self, indices: list[int], on_device: Tensor) -> "Lines":
+        """Return some of these lines, which are all of the step. on_device: the same indices, int64."""
+        offsets = None if self.offsets is None else self.offsets[on_device]
+        host_rows = [self.host_rows[index] for index in indices]
+        return Lines(indices, host_rows, self.rows[on_device], self.context_lens, self.num_tokens, offsets)
 
 
 class LogitsProcessor(ABC):

@@ -13,8 +13,8 @@ from nanoinfer.sampling.logits_processors import Lines, RowProcessor
 class MinTokens(RowProcessor):
     """Forbids stop tokens at positions before the first that may have one.
 
-    by_row: the steps after which the row has come there at the latest, since each draws a token or more; that position;
-    and the stop tokens.
+    by_row: the steps after which the row has come there at the latest, since in each a token or more counts; that
+    position; and the stop tokens.
     """
 
     reads: ClassVar = ("min_tokens",)
@@ -31,7 +31,7 @@ class MinTokens(RowProcessor):
         for place in places:
             _, first, stop_ids = self.by_row[lines.host_rows[place]]
             forbidden += [(place, token_id, first) for token_id in stop_ids]
-        for row in {lines.host_rows[place] for place in places}:
+        for row in [lines.host_rows[place] for place in places if lines.indices[place] % lines.num_tokens == 0]:
             num_steps, *rest = self.by_row.pop(row)
             if num_steps > 1:
                 self.by_row[row] = num_steps - 1, *rest

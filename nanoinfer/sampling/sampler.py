@@ -5,8 +5,12 @@ tokens in place. Lines whose logits must be changed or read whole (biases, penal
 under tensor parallelism min-p, top-k and top-p too) are a second, disjoint set: they are copied, processed in float32
 and drawn from the copy. The noise depends on seed, position and token id alone, so the two sets of a step do not
 influence each other.
+
+A step has one line of each row, or several where tokens are proposed (`proposals.py`). Then nothing is entered in the
+tables before all lines are drawn.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +22,13 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.found import SampleLogprobs
 from nanoinfer.engine.packet import SECTION_DTYPES, DeviceSections, column
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.ops.gumbel_max.spec import best_candidates, enter_tokens, sample_and_append
+from nanoinfer.ops.gumbel_max.spec import (
+    best_candidates,
+    enter_counted,
+    enter_tokens,
+    sample_and_append,
+    sample_at,
+)
 from nanoinfer.sampling.filters import Filters
 from nanoinfer.sampling.logit_bias import LogitBias
 from nanoinfer.sampling.logits_processors import NUM_COPIES, ROWS_AT_ONCE, Lines, LogitsProcessor, RowProcessor
@@ -26,6 +36,7 @@ from nanoinfer.sampling.logprobs import gather_logits
 from nanoinfer.sampling.mask_processors import Grammars, MaskSender, TokenSets, UserFunctions
 from nanoinfer.sampling.min_tokens import MinTokens
 from nanoinfer.sampling.penalties import Penalties
+from nanoinfer.sampling.proposals import PADDING, Proposals
 from nanoinfer.sampling.row_state import RowState
 from nanoinfer.sampling.token_logprobs import PromptLogprobsReader, TokenLogprobs
 
@@ -38,7 +49,7 @@ ORDER: tuple[type[LogitsProcessor], ...] = (Grammars, LogitBias, UserFunctions, 
 class Sampled(NamedTuple):
     """The tokens that a step draws, and what else there is to say of them."""
 
-    token_ids: Tensor  # (num_lines,) int32
+    token_ids: Tensor  # (num_rows,) int32; with proposals (num_rows, num_tokens), as `enter_counted` returns them
     logprobs: list[SampleLogprobs]
     errors: dict[int, str]  # by batch_idx, which of these tokens: why users' functions failed
 
@@ -49,6 +60,8 @@ class Sampler:
     token_ids: (rows, max_tokens) int32 and context_lens: (rows,) int32: the tables, which sampling extends. The last
     row is padding. vocab_size: of the whole model; under tensor parallelism each rank has the logits of its shard.
     logprobs_mode: the engine's option. states: all that serves options of rows; `admit_rows` tells it of them.
+    num_counted: (rows,) int32, where it notes how many tokens of each row counted in a step with proposals, for layers
+    with linear attention (`PendingTokens`); None where nothing reads it. max_row_tokens: the most lines of a row.
     """
 
     def __init__(
@@ -58,12 +71,16 @@ class Sampler:
         vocab_size: int,
         tp: TensorParallel,
         logprobs_mode: str = "raw_logprobs",
+        num_counted: Tensor | None = None,
+        max_row_tokens: int = 1,
     ) -> None:
         num_rows, self.device = len(context_lens), context_lens.device
         self.token_ids = token_ids
         self.context_lens = context_lens
         self.vocab_size = vocab_size
         self.tp = tp
+        self.num_counted = num_counted
+        self._max_row_tokens = max_row_tokens
         self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self._tables = self.temperatures, self.seeds, token_ids, context_lens  # what a draw reads and extends
@@ -84,13 +101,24 @@ class Sampler:
         self.seeds[rows] = read_field(on_device, "row_records", "seed")
 
     def sample(
-        self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int], masks: TokenMasks | None = None
+        self,
+        logits: Tensor,
+        first_id: int,
+        rows: Tensor,
+        host_rows: list[int],
+        masks: TokenMasks | None = None,
+        proposals: Proposals | None = None,
     ) -> Sampled:
-        """Draw the next token of each row, and enter it in the tables.
+        """Draw the next token of each row, or the next ones up to the first wrong proposal; enter them in the tables.
 
-        logits: (num_rows, vocab shard) of this rank, from id `first_id` on; masks change them. rows: (num_rows,) int64;
-        host_rows: the same on the host. A row whose logits are NaN or infinite yields -1.
+        logits: (num_lines, vocab shard) of this rank, from id `first_id` on; masks change them. A line is a row, or, of
+        as many rows with proposals, one of its tokens. rows: (num_rows,) int64; host_rows: the same on the host. A line
+        whose logits are NaN or infinite yields -1.
         """
+        lines = Lines(range(len(host_rows)), host_rows, rows, self.context_lens)
+        if proposals is not None:
+            lines = proposals.lines(rows, host_rows, self.context_lens)
+            host_rows = lines.host_rows
         processors: list[LogitsProcessor] = [*self._of_rows.values()]
         masked: set[int] = set()  # lines that are copied because of masks
         errors: dict[int, str] = {}
@@ -104,38 +132,64 @@ class Sampler:
             masked, errors = functions.by_line.keys() | token_sets.by_line.keys(), functions.errors
         copied_rows = set().union(*self._copied_rows)
         if not (copied_rows or masked):
-            return Sampled(self._draw(logits, first_id, rows, host_rows), [], errors)
+            return Sampled(self._enter(self._draw(logits, first_id, lines), rows, proposals), [], errors)
         copied = [index for index, row in enumerate(host_rows) if row in copied_rows or index in masked]
         indices = numbers_to_device(copied, self.device)
-        token_ids = torch.empty(len(rows), dtype=torch.int32, device=self.device)
-        if len(copied) < len(host_rows):
-            others = rows.index_fill(0, indices, -1)  # the draw skips rows of -1
-            token_ids = self._draw(logits, first_id, others, host_rows)
+        token_ids = torch.empty(len(host_rows), dtype=torch.int32, device=self.device)
+        if len(copied) + host_rows.count(PADDING) < len(host_rows):
+            others = lines.rows.index_fill(0, indices, -1)  # the draw skips rows of -1
+            token_ids = self._draw(logits, first_id, replace(lines, rows=others))
         logprobs = []
         for start in range(0, len(copied), ROWS_AT_ONCE):
             some, on_device = copied[start : start + ROWS_AT_ONCE], indices[start : start + ROWS_AT_ONCE]
-            lines = Lines(some, [host_rows[index] for index in some], rows[on_device], self.context_lens)
+            part = lines.some(some, on_device)
             processed = whole = gather_logits(logits[on_device], self.vocab_size, self.tp)
             for processor in processors:
-                if places := processor.places(lines):
-                    processed = processor.apply(processed, lines, places)
-            lowest = self._filters.thresholds(processed, lines.rows, lines.host_rows)
-            token_ids[on_device] = drawn = sample_and_append(processed, lowest, lines.rows, *self._tables)
-            logprobs += self._logprobs.read(lines, drawn, whole, processed, lowest)
-        return Sampled(token_ids, logprobs, errors)
+                if places := processor.places(part):
+                    processed = processor.apply(processed, part, places)
+            lowest = self._filters.thresholds(processed, part.rows, part.host_rows)
+            token_ids[on_device] = drawn = self._draw_whole(processed, lowest, part)
+            logprobs += self._logprobs.read(part, drawn, whole, processed, lowest)
+        return Sampled(self._enter(token_ids, rows, proposals), logprobs, errors)
 
     @property
     def scratch_bytes(self) -> int:
         """Return the memory that float32 copies of logits, and masks, take at most."""
         copies = NUM_COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
-        return copies + NUM_MASKS * len(self.context_lens) * self._mask_sender.num_words * torch.int32.itemsize
+        num_masks = NUM_MASKS * len(self.context_lens) * self._max_row_tokens
+        return copies + num_masks * self._mask_sender.num_words * torch.int32.itemsize
 
-    def _draw(self, logits: Tensor, first_id: int, rows: Tensor, host_rows: list[int]) -> Tensor:
+    def _draw(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
         """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
         if self.tp.size > 1:
-            return sample_and_append_across_ranks(logits, first_id, self.tp, rows, *self._tables)
-        lowest = self._filters.thresholds(logits, rows, host_rows) if self._filters.by_row else None
-        return sample_and_append(logits, lowest, rows, *self._tables)
+            return self._draw_across_ranks(logits, first_id, lines)
+        lowest = self._filters.thresholds(logits, lines.rows, lines.host_rows) if self._filters.by_row else None
+        return self._draw_whole(logits, lowest, lines)
+
+    def _draw_whole(self, logits: Tensor, lowest: Tensor | None, lines: Lines) -> Tensor:
+        """Draw from logits of the whole vocabulary."""
+        if lines.offsets is None:
+            return sample_and_append(logits, lowest, lines.rows, *self._tables)
+        return sample_at(logits, lowest, *self._tables_of(lines))
+
+    def _draw_across_ranks(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
+        """Draw from the shards of all ranks."""
+        if lines.offsets is None:
+            return sample_and_append_across_ranks(logits, first_id, self.tp, lines.rows, *self._tables)
+        return sample_across_ranks(logits, first_id, self.tp, *self._tables_of(lines))
+
+    def _tables_of(self, lines: Lines) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return temperatures, seeds and positions as tables with a row for each line, and before them the rows."""
+        own = torch.arange(len(lines.rows), device=self.device)
+        rows = torch.where(lines.rows >= 0, own, -1)
+        return rows, self.temperatures[lines.rows], self.seeds[lines.rows], lines.positions
+
+    def _enter(self, token_ids: Tensor, rows: Tensor, proposals: Proposals | None) -> Tensor:
+        """Enter the drawn tokens that count; without proposals, the draw has entered them all."""
+        if proposals is None:
+            return token_ids
+        drawn, tables = token_ids.view(len(rows), -1), (self.token_ids, self.context_lens, self.num_counted)
+        return enter_counted(drawn, proposals.token_ids, proposals.num_row_tokens, rows, *tables)
 
 
 def read_field(sections: DeviceSections, section: str, name: str) -> Tensor:
@@ -156,15 +210,28 @@ def sample_and_append_across_ranks(
     token_ids: Tensor,
     context_lens: Tensor,
 ) -> Tensor:
-    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on.
+    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on."""
+    ids = sample_across_ranks(logits, first_id, tp, rows, temperatures, seeds, context_lens)
+    enter_tokens(ids, rows, token_ids, context_lens)
+    return ids
 
-    Each rank draws its best candidate, the ranks exchange these, and every rank enters the winner. The result does not
-    depend on the number of ranks, except for rounding.
+
+def sample_across_ranks(
+    logits: Tensor,
+    first_id: int,
+    tp: TensorParallel,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Do what `sample_at` does where each rank has the logits of its vocabulary shard, from `first_id` on.
+
+    Each rank draws its best candidate, and the ranks exchange these: all find the same winner. It does not depend on
+    the number of ranks, except for rounding.
     """
-    scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, context_lens)
+    scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, positions)
     gathered = tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_rows)
     best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
     ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
-    ids = torch.where((rows >= 0) & best.isfinite(), ids, -1)
-    enter_tokens(ids, rows, token_ids, context_lens)
-    return ids
+    return torch.where((rows >= 0) & best.isfinite(), ids, -1)

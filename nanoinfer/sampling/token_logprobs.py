@@ -79,7 +79,7 @@ class TokenLogprobs(RowState):
             some = numbers_to_device(places, logits.device)
             logits, drawn = logits[some], drawn[some]
         found = compute_logprobs(logits, drawn, num_best, named=named, normalises=self.normalises)
-        return SampleLogprobs([lines.indices[place] for place in places], found.to_host())
+        return SampleLogprobs([lines.indices[place] for place in places], found.to_host(), lines.num_tokens)
 
 
 class PromptLogprobsReader(RowState):

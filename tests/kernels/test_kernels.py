@@ -37,6 +37,7 @@ from nanoinfer.ops.gumbel_max.triton import (  # noqa: E402
     GROUP_SIZE,
     TILE_GROUPS,
     best_candidates,
+    enter_counted,
     sample_and_append,
     sample_at,
 )
@@ -676,13 +677,44 @@ def test_a_draw_at_a_position_is_the_one_that_a_row_of_that_length_gets(bounded:
     temperatures, seeds, positions = sampling_arguments()
     seeds[2:5] = seeds[2]
     thresholds = torch.linspace(2.0, 8.0, len(SEEDS)) if bounded else None
-    ids = sample_at(logits, thresholds, temperatures, seeds, positions)
-    assert torch.equal(ids, gumbel_max.sample_at.__wrapped__(logits, thresholds, temperatures, seeds, positions))
-    token_ids = torch.zeros(len(SEEDS), int(positions.max()) + 1, dtype=torch.int32)
     rows = torch.arange(len(SEEDS))
+    ids = sample_at(logits, thresholds, rows, temperatures, seeds, positions)
+    assert torch.equal(ids, gumbel_max.sample_at.__wrapped__(logits, thresholds, rows, temperatures, seeds, positions))
+    token_ids = torch.zeros(len(SEEDS), int(positions.max()) + 1, dtype=torch.int32)
     appended = sample_and_append(logits, thresholds, rows, temperatures, seeds, token_ids, positions.int().clone())
     assert torch.equal(ids, appended)
     assert ids[5] == -1
+    some = torch.tensor([3, -1, 0, 6])
+    tables = temperatures, seeds, positions
+    skipping = [draw(logits[:4], None, some, *tables) for draw in (sample_at, gumbel_max.sample_at.__wrapped__)]
+    assert torch.equal(*skipping)
+    assert (skipping[0] >= 0).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 8])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_counting_tokens_with_proposals_equals_its_specification(num_tokens: int, with_states: bool) -> None:
+    rng, num_rows = torch.Generator().manual_seed(num_tokens), 50
+    ids = torch.randint(0, 2, (num_rows, num_tokens), generator=rng, dtype=torch.int32)
+    ids[torch.rand(ids.shape, generator=rng) < 0.05] = -1  # NaN
+    proposals = torch.randint(0, 2, (num_rows, num_tokens - 1), generator=rng, dtype=torch.int32)
+    proposals[::3] = ids[::3, :-1].clamp(min=0)
+    num_row_tokens = torch.randint(1, num_tokens + 1, (num_rows,), generator=rng, dtype=torch.int32)
+    proposals[torch.arange(num_tokens - 1) >= num_row_tokens.unsqueeze(1) - 1] = -1
+    rows, results = torch.randperm(num_rows + 9, generator=rng)[:num_rows], []
+    for function in (enter_counted, gumbel_max.enter_counted.__wrapped__):
+        token_ids = torch.full((num_rows + 9, 20), 7, dtype=torch.int32)
+        context_lens = torch.randint(
+            0, 20 - num_tokens, (num_rows + 9,), dtype=torch.int32, generator=rng.manual_seed(3)
+        )
+        num_counted = torch.full((num_rows + 9,), 99, dtype=torch.int32) if with_states else None
+        counted = function(ids, proposals, num_row_tokens, rows, token_ids, context_lens, num_counted)
+        results.append([counted, token_ids, context_lens, torch.zeros(1) if num_counted is None else num_counted])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert len({*(results[0][0] >= -1).sum(1).tolist()}) == num_tokens, "every count occurs"
+    nothing = [tensor[:0] for tensor in (ids, proposals, num_row_tokens, rows)]
+    assert enter_counted(*nothing, token_ids, context_lens, None).shape == (0, num_tokens)
 
 
 # --- forbid_tokens ---

@@ -224,12 +224,10 @@ def test_stop_tokens_are_forbidden_before_a_position_and_a_row_that_has_come_the
 
 
 def test_each_line_of_a_row_is_judged_by_its_own_position() -> None:
-    class OfOneRow(Lines):
-        positions = torch.tensor([4, 5, 6], dtype=torch.int32)
-
     processor = MinTokens(torch.zeros(1, 8, dtype=torch.int32), 10)
     processor.admit([AskingRow(0, num_tokens=4, num_prompt_tokens=2, asked={"min_tokens": [4, 9]})])
-    lines = OfOneRow([0, 1, 2], [0, 0, 0], torch.zeros(3, dtype=torch.int64), torch.zeros(1))
+    offsets, context_lens = torch.arange(3, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    lines = Lines([0, 1, 2], [0, 0, 0], torch.zeros(3, dtype=torch.int64), context_lens, 3, offsets)
     changed = processor.apply(torch.zeros(3, 10), lines, [0, 1, 2])
     assert changed[:, 9].tolist() == [-math.inf, -math.inf, 0.0]
     assert processor.wants(0), "of these tokens only the first may count"

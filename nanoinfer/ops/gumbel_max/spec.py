@@ -16,6 +16,7 @@ GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
+NOT_COUNTED = -2  # in place of a token that follows a wrong proposal
 
 
 @op
@@ -46,16 +47,17 @@ def sample_and_append(
 
 @op
 def sample_at(
-    logits: Tensor, thresholds: Tensor | None, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, thresholds: Tensor | None, rows: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """Draw a token for each line at its position, as `sample_and_append` does, and return the ids (num_lines,) int32.
+    """Draw a token for each row at its position, as `sample_and_append` does, and return the ids (num_rows,) int32.
 
-    Nothing is entered in a table: which of the lines count may still have to be found out, and `enter_tokens` follows.
+    Nothing is entered in the tables: `enter_counted` finds out which of several tokens of a sequence count.
 
-    logits: (num_lines, vocab_size), lines contiguous. thresholds: (num_lines,) float32, or None. temperatures, seeds,
-    positions: of each line, as in `sample`.
+    rows: (num_rows,) int64, rows of the tables; one of -1 is skipped and yields -1. Tables: temperatures, seeds and
+    positions, as in `sample`. The others: as in `sample_and_append`.
     """
-    return sample(_at_least(thresholds, logits), temperatures, seeds, positions)
+    ids = sample(_at_least(thresholds, logits), temperatures[rows], seeds[rows], positions[rows])
+    return torch.where(rows >= 0, ids, -1)
 
 
 @op
@@ -69,6 +71,40 @@ def best_candidates(
     """
     scores, ids = _noisy_best(logits, first_id, temperatures[rows], seeds[rows], context_lens[rows])
     return scores, ids.int()
+
+
+@op
+def enter_counted(
+    ids: Tensor,
+    proposals: Tensor,
+    num_row_tokens: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    context_lens: Tensor,
+    num_counted: Tensor | None,
+) -> Tensor:
+    """Find out which of several tokens drawn for each row count, enter them, and return the ids (num_rows, num_tokens).
+
+    Token 0 counts. Token j was drawn as if proposals 0 to j - 1 were the tokens before it, so it counts if tokens 0 to
+    j - 1 are equal to them. What does not count, and padding, is NOT_COUNTED in the result. A row whose logits were NaN
+    or infinite at a token that counts has -1 there, and enters 0; no token after that counts.
+
+    ids: (num_rows, num_tokens) int32, contiguous. proposals: (num_rows, num_tokens - 1) int32, contiguous, at least 0,
+    and anything beyond a row's own. num_row_tokens: (num_rows,) int32, at least 1; the rest of a row is padding. rows:
+    (num_rows,) int64, no row twice. token_ids and context_lens: the tables of `sample_and_append`. The proposals follow
+    a row's known tokens there, so that only the last token that counts is new. num_counted: (table_rows,) int32 or
+    None, which gets how many tokens of each of these rows count.
+    """
+    token = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
+    is_right = (ids[:, :-1] == proposals) & (token[1:] < num_row_tokens.unsqueeze(1))
+    counts = 1 + is_right.int().cumprod(1).sum(1, dtype=torch.int32)
+    lens = context_lens[rows] + counts
+    last = ids.gather(1, counts.unsqueeze(1).long() - 1).squeeze(1)
+    token_ids[rows, lens.long() - 1] = last.clamp(min=0)
+    context_lens[rows] = lens
+    if num_counted is not None:
+        num_counted[rows] = counts
+    return torch.where(token < counts.unsqueeze(1), ids, NOT_COUNTED)
 
 
 def enter_tokens(ids: Tensor, rows: Tensor, token_ids: Tensor, context_lens: Tensor) -> None:

@@ -15,6 +15,7 @@ from nanoinfer.ops.common.math import INF
 from nanoinfer.ops.gumbel_max import spec
 
 GROUP_SIZE = tl.constexpr(spec.GROUP_SIZE)  # ids
+NOT_COUNTED = tl.constexpr(spec.NOT_COUNTED)
 TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
 
 
@@ -132,17 +133,48 @@ def _best_id_kernel(
         tl.store(out_ptr + line, -1)
 
 
+@triton.jit
+def _enter_counted_kernel(
+    ids_ptr,
+    proposals_ptr,
+    num_row_tokens_ptr,
+    rows_ptr,
+    token_ids_ptr,
+    context_lens_ptr,
+    num_counted_ptr,  # None where nobody reads it
+    out_ptr,
+    num_tokens,
+    token_ids_stride,
+    TOKENS: tl.constexpr,
+):
+    """Count and enter the tokens of one row."""
+    line = tl.program_id(0).to(tl.int64)
+    row, token = tl.load(rows_ptr + line), tl.arange(0, TOKENS)
+    ids = tl.load(ids_ptr + line * num_tokens + token, mask=token < num_tokens, other=-1)
+    is_proposed = token < tl.load(num_row_tokens_ptr + line) - 1
+    proposals = tl.load(proposals_ptr + line * (num_tokens - 1) + token, mask=is_proposed, other=0)
+    is_right = is_proposed & (ids == proposals)
+    count = tl.min(tl.where(is_right, TOKENS, token), axis=0) + 1  # the first that is wrong is drawn all the same
+    context_len = tl.load(context_lens_ptr + row) + count
+    last = tl.maximum(ids, 0)
+    tl.store(token_ids_ptr + row * token_ids_stride + context_len - 1 + token * 0, last, mask=token == count - 1)
+    tl.store(context_lens_ptr + row, context_len)
+    if num_counted_ptr is not None:
+        tl.store(num_counted_ptr + row, count)
+    ids = tl.where(token < count, ids, NOT_COUNTED)
+    tl.store(out_ptr + line * num_tokens + token, ids, mask=token < num_tokens)
+
+
 def sample_and_append(logits, thresholds, rows, temperatures, seeds, token_ids, context_lens):
     ids = logits.new_empty(len(logits), dtype=torch.int32)
     _launch(logits, 0, thresholds, (rows, temperatures, seeds, context_lens), ids, token_ids=token_ids)
     return ids
 
 
-def sample_at(logits, thresholds, temperatures, seeds, positions):
+def sample_at(logits, thresholds, rows, temperatures, seeds, positions):
     ids = logits.new_empty(len(logits), dtype=torch.int32)
     scores = logits.new_empty(len(logits), dtype=torch.float32)
-    lines = torch.arange(len(logits), device=logits.device)  # each is its own row of tables with a line each
-    _launch(logits, 0, thresholds, (lines, temperatures, seeds, positions), ids, scores=scores)
+    _launch(logits, 0, thresholds, (rows, temperatures, seeds, positions), ids, scores=scores)
     return ids
 
 
@@ -151,6 +183,16 @@ def best_candidates(logits, first_id, rows, temperatures, seeds, context_lens):
     scores = logits.new_empty(len(logits), dtype=torch.float32)
     _launch(logits, first_id, None, (rows, temperatures, seeds, context_lens), ids, scores=scores)
     return scores, ids
+
+
+def enter_counted(ids, proposals, num_row_tokens, rows, token_ids, context_lens, num_counted):
+    out = torch.empty_like(ids)
+    num_rows, num_tokens = ids.shape
+    if num_rows:
+        inputs = (ids, proposals, num_row_tokens, rows, token_ids, context_lens, num_counted, out)
+        sizes = (num_tokens, token_ids.stride(0))
+        _enter_counted_kernel[(num_rows,)](*inputs, *sizes, TOKENS=next_power_of_2(num_tokens), num_warps=1)
+    return out
 
 
 def _launch(logits, first_id, thresholds, tables, out, token_ids=None, scores=None):
