@@ -39,6 +39,7 @@ class KnownTexts:
 
     outputs: of the same requests without proposals. seed: of the lengths, and of what is wrong. share_right: how many
     proposals are right from their first to their last token. first_id: request_id of the first of these requests.
+    may_differ: whether sequences may go on otherwise.
     """
 
     max_num_tokens = MAX_ROW_TOKENS - 1
@@ -50,6 +51,7 @@ class KnownTexts:
         seed: int = 0,
         share_right: float = 0.6,
         first_id: int = 0,
+        may_differ: bool = False,
     ) -> None:
         self.texts = {
             (first_id + index, one.index): one.token_ids
@@ -57,6 +59,7 @@ class KnownTexts:
             for one in output.outputs
         }
         self._rng, self._vocab_size, self._share_right = Random(seed), vocab_size, share_right
+        self._may_differ = may_differ
         self.num_proposed = 0
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
@@ -67,7 +70,8 @@ class KnownTexts:
     def _of(self, seq: Sequence) -> list[int]:
         rng, known = self._rng, len(seq.token_ids) - seq.num_prompt_tokens
         text = self.texts[seq.request_id, seq.sample]
-        assert seq.completion_token_ids == text[:known], "an earlier token is not that of single steps"
+        is_known = seq.completion_token_ids == text[:known]
+        assert is_known or self._may_differ, "an earlier token is not that of single steps"
         right = text[known : known + self.max_num_tokens] + [
             rng.randrange(self._vocab_size) for _ in range(self.max_num_tokens)
         ]

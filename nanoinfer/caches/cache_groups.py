@@ -72,10 +72,6 @@ class CacheGroups(NamedTuple):
             for index, window in enumerate(config.windows_within(max_positions))
             if not config.is_linear(index)
         ]
-        windows = {kind.window for kind in layers}
-        if config.linear_attention is not None or None not in windows or len(windows) > 2:
-            # Blocks are given out for all tokens, and beside them for one window or for states.
-            layers = [LayerKind(None, layout)] * len(layers)
         return cls.arrange(layers)
 
     @classmethod

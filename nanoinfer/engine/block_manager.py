@@ -163,7 +163,10 @@ class BlockManager:
         Return the copies that the step has to begin with. Their sources are held until they are given to `release`.
         """
         assert not self.holds(seq), f"sequence {seq.seq_id} already holds blocks"
-        if hit.snapshot is None and self._cost(seq, hit) > self.num_free_blocks:
+        is_tight = (
+            self.num_free_blocks < self._max_blocks(seq.num_tokens) + self.num_tables
+        )  # else the source has room in any case
+        if is_tight and hit.snapshot is None and self._cost(seq, hit) > self.num_free_blocks:
             hit = Hit(hit.entries)
         self._holding.add(seq)
         seq.prefix_serials.extend(entry.serial for entry in hit.entries)

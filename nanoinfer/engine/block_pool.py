@@ -89,9 +89,9 @@ class BlockPool:
             taken.append(block_id)
         return tuple(taken)
 
-    def hold(self, column: Column) -> None:
+    def hold(self, block_ids: Iterable[int]) -> None:
         """Let one user more have these pages."""
-        for block_id in column:
+        for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
@@ -109,9 +109,9 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
         self.num_frees += 1
 
-    def is_idle(self, column: Column) -> bool:
-        """Return whether nobody uses a column, which is not empty."""
-        return self.blocks[column[0]].ref_count == 0
+    def num_idle(self, columns: Iterable[Column]) -> int:
+        """Return how many of these columns nobody uses."""
+        return sum([self.blocks[column[0]].ref_count == 0 for column in columns])
 
     # Entries.
 
@@ -205,7 +205,8 @@ class BlockPool:
     def remove(self, entry: CacheEntry) -> None:
         """Remove an entry. Nothing after it is found any more."""
         self._remove(entry)
-        self.release((entry.parent_serial,))
+        if self.counts_uses:
+            self.release((entry.parent_serial,))
 
     def retain(self, serials: Iterable[int]) -> None:
         """Note that something more hangs on each of these entries."""
@@ -230,19 +231,21 @@ class BlockPool:
         del self._entries[entry.serial]
         if entry.hash is not None:
             del self._full[entry.hash]
+        self.copies.remove(entry)
         for group in range(len(entry.columns)):
             self._detach(entry, group)
-        self.copies.remove(entry)
         if self.forget is not None:
             self.forget(entry)
 
     def _lose(self, entry: CacheEntry, block_id: int) -> None:
         """Take a page from its entry."""
-        [group] = [group for group, column in enumerate(entry.columns) if column is not None and block_id in column]
-        if group == 0 and not self.counts_uses:
-            self.remove(entry)
-        else:
-            self._detach(entry, group)
+        for group, column in enumerate(entry.columns):
+            if column is not None and block_id in column:
+                if group == 0 and not self.counts_uses:
+                    self.remove(entry)
+                else:
+                    self._detach(entry, group)
+                return
 
     def _detach(self, entry: CacheEntry, group: int) -> None:
         column = entry.columns[group]
@@ -254,4 +257,5 @@ class BlockPool:
             if block_id in self._free:
                 self._free.move_to_end(block_id, last=False)
         self.copies.remove(entry)
-        self.release((entry.serial,))
+        if self.counts_uses:
+            self.release((entry.serial,))

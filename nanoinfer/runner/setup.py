@@ -17,6 +17,7 @@ from nanoinfer.device import num_step_threads, select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import RecurrentStateSpec, num_snapshots
 from nanoinfer.engine.interfaces import RunnerLimits
+from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
 from nanoinfer.layers.routing_table import RoutingTable
@@ -72,7 +73,13 @@ class Setup:
         kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
-        return cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
+        setup = cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
+        if config.enable_return_routed_experts and setup.groups.tables[0].window is not None:
+            raise ConfigError(
+                "enable_return_routed_experts=True keeps the experts of a token beside its keys, and no layer of "
+                f"{model_config.architecture} keeps those of all tokens; leave it out"
+            )
+        return setup
 
     @property
     def longest(self) -> int:

@@ -134,8 +134,8 @@ class History:
         self.identities = [None]
         self.may_be_nan = 0.0  # how often a row that samples is NaN
         if kind in ("mixed", "proposals"):
-            self.identities = random.choice([[None], [None, "an adapter"], ["an adapter", "another"]])
-            self.may_be_nan = random.choice([0.0, 0.005])
+            self.identities = random.choice([[None], [None, 1], [1, 2]])
+            self.may_be_nan = random.choice([0.0, 0.01])
         self.overlap = random.random() < 0.5  # a step is scheduled and run before the last one's tokens are collected
         self.in_flight: list[tuple[ScheduledBatch, list[int] | None]] = []  # None: it failed
         self.seqs: list[Sequence] = []

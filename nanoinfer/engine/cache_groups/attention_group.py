@@ -68,20 +68,18 @@ class AttentionGroup(CacheGroup):
     def cost(self, seq: Sequence, hit: Hit) -> int:
         """Return how many free blocks an admitted sequence takes at most until its prompt is computed."""
         # Cached columns that others hold are not counted: they stay when the window has left them.
-        num_idle = sum(map(self._pool.is_idle, self._columns_of(hit)))
+        num_idle = self._pool.num_idle(self._columns_of(hit))
         num_own = self._pool.num_blocks_for(seq.num_tokens) - len(hit.entries) + num_idle
-        source = self._source_of(hit)
-        return self.num_tables * (min(num_own, self._max_columns) + bool(source and self._pool.is_idle(source)))
+        num_idle_sources = self._pool.num_idle(filter(None, [self._source_of(hit)]))
+        return self.num_tables * (min(num_own, self._max_columns) + num_idle_sources)
 
     def hold(self, seq: Sequence, hit: Hit) -> None:
         columns, end = self._columns_of(hit), len(hit.entries)
-        for column in columns:
-            self._pool.hold(column)
-        self._pool.hold(self._source_of(hit))
+        self._pool.hold(chain(*columns, self._source_of(hit)))
         first = end - len(columns)
         self.held[seq] = HeldColumns(first, end, dict(enumerate(columns, first)))
         if self.window is None:
-            seq.block_table.extend(column[0] for column in columns)
+            seq.block_table += [column[0] for column in columns]
 
     def admit(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
         # A window needs no more than the block of the tokens that are copied. Chunks take the others.
@@ -105,14 +103,17 @@ class AttentionGroup(CacheGroup):
         """Give a sequence the columns of its tokens before `end`; return what is new of its tables."""
         if self.window is not None:
             self.leave_window(seq)
-        held, row, new_blocks = self._take(seq, end), seq.row, []
+        held, row = self._take(seq, end), seq.row
         assert row is not None, f"sequence {seq.seq_id} has no row"
-        for place in range(held.num_cleared, held.first):
-            new_blocks += [NewBlock(row + offset, place, NULL_BLOCK) for offset in self._offsets]
-        for place in range(max(held.num_told, held.first), held.end):
-            for offset, block_id in zip(self._offsets, held.columns[place], strict=True):
-                new_blocks.append(NewBlock(row + offset, place, block_id))
+        left, new = range(held.num_cleared, held.first), range(max(held.num_told, held.first), held.end)
         held.num_cleared, held.num_told = held.first, held.end
+        new_blocks = [
+            NewBlock(row + offset, place, held.columns[place][table])
+            for table, offset in enumerate(self._offsets)
+            for place in new
+        ]
+        if left:
+            new_blocks += [NewBlock(row + offset, place, NULL_BLOCK) for place in left for offset in self._offsets]
         return new_blocks
 
     def num_growing_tables(self, seq: Sequence) -> int:

@@ -76,9 +76,11 @@ class PartialHits:
         _remove(self._new, entry, entry.tokens)
 
     def remove(self, entry: CacheEntry) -> None:
-        self.remove_new(entry)
-        _remove(self._siblings, entry, entry.copyable)
-        entry.copyable = b""
+        if self._new:
+            self.remove_new(entry)
+        if entry.copyable:
+            _remove(self._siblings, entry, entry.copyable)
+            entry.copyable = b""
 
     def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
         """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
