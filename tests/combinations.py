@@ -220,9 +220,10 @@ def check(combination: Combination, folder: Path) -> str:
         outputs = llm.generate(combination.prompts, combination.params, use_tqdm=False)
         if combination.max_row_tokens > 1:  # other seeds, or rounding, may change answers: then proposals are wrong
             vocab_size, first_id = combination.model["vocab_size"], len(outputs)
-            proposer = KnownTexts(outputs, vocab_size, combination.seed, first_id=first_id, may_differ=True)
-            engine_of(llm).proposer = proposer
+            known = KnownTexts(outputs, vocab_size, combination.seed, first_id=first_id, may_differ=True)
+            engine_of(llm).proposer = known
             outputs = llm.generate(combination.prompts, combination.params, use_tqdm=False)
+            engine_of(llm).proposer = None
         sequences = _sequences(combination, outputs, llm.max_model_len)
         by_prefill = _scores(llm, sequences)
         assert llm.is_finished()
