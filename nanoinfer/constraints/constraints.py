@@ -355,8 +355,11 @@ def _joined(parts: list[TokenMasks], new_bits: Callable[[tuple[int, int]], Bits]
         return RowMasks(indices, np.concatenate([one.bits for one in masks], out=bits))
 
     functions = {index: function for part in parts for index, function in part.functions.items()}
-    grammars, sets = ([one for part in parts if (one := part[kind])] for kind in range(2))
-    return TokenMasks(join(grammars), join(sets), functions)
+    return TokenMasks(
+        join([part.grammars for part in parts if part.grammars]),
+        join([part.token_sets for part in parts if part.token_sets]),
+        functions,
+    )
 
 
 def _or_raise(result: Result | RequestError) -> Result:
