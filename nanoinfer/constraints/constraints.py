@@ -1,5 +1,6 @@
 """Constraints on the tokens of a request (grammars, token sets, users' functions): compiled once, then followed."""
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -68,20 +69,47 @@ class Constraints:
         for index, plan in results_by_prompt(plans, params, errors).items():
             requests[index].constraint = plan
 
-    def masks(self, constraints: Sequence[Constraint | None]) -> TokenMasks:
+    def masks(
+        self, constraints: Sequence[Constraint | None], proposals: Sequence[Sequence[int]] = (), num_tokens: int = 1
+    ) -> TokenMasks:
         """Return what each token of a step may be; its constraint, if it has one, knows the tokens before it.
 
         A constraint that leaves no token has an `error` from then on. The arrays are new ones in each step: they may
         still be copied from while the next step's are written.
+
+        proposals: for each constraint, up to num_tokens - 1 tokens that may follow. Then the step draws `num_tokens`
+        tokens of each, number i * num_tokens + j as if the first j of these were right. Those that cannot count are
+        left out: what follows a token that is forbidden, or one that completes the text.
         """
         samples = cast(Sequence[SampleConstraint | None], constraints)
-        followed = {index: sample for index, sample in enumerate(samples) if sample is not None}
+        followed = {index * num_tokens: sample for index, sample in enumerate(samples) if sample is not None}
+        if num_tokens == 1:
+            return self._masks_of(followed, self._new_bits)
+        parts = [self._masks_of(followed, token_sets.new_bits)]
+        ahead = {index: sample.fork() for index, sample in followed.items() if proposals[index // num_tokens]}
+        for place in range(num_tokens - 1):
+            proposed = {i: ids[place] for i in ahead if place < len(ids := proposals[i // num_tokens])}
+            for index in _forbidden(proposed, parts[-1]):
+                del proposed[index]
+            ahead = {i + 1: ahead[i] for i, token_id in proposed.items() if not ahead[i].append(token_id)}
+            if not ahead:
+                break
+            parts.append(self._masks_of(ahead, token_sets.new_bits))
+            for index, sample in ahead.items():
+                if sample.error is not None:
+                    followed[index - place - 1].failure = (sample.token_ids, sample.error)
+        return _joined(parts, self._new_bits)
+
+    def _masks_of(
+        self, followed: dict[int, "SampleConstraint"], new_bits: Callable[[tuple[int, int]], Bits]
+    ) -> TokenMasks:
+        """Return the masks of some tokens of a step, each by its constraint, which knows the tokens before it."""
         in_set = {index: sample for index, sample in followed.items() if sample.plan.token_set is not None}
         in_grammar = {index: sample for index, sample in followed.items() if sample.matcher is not None}
-        sets = self._new_bits((len(in_set), self._num_words))
+        sets = new_bits((len(in_set), self._num_words))
         for sample, row in zip(in_set.values(), sets, strict=True):
             sample.write_token_set(row)
-        grammars = self._new_bits((len(in_grammar), self._num_words))
+        grammars = new_bits((len(in_grammar), self._num_words))
         self._fill([*in_grammar.values()], grammars)
         set_rows = dict(zip(in_set, sets, strict=True))
         also_in_set = {row: set_rows[index] for row, index in enumerate(in_grammar) if index in set_rows}
@@ -192,10 +220,10 @@ class SampleConstraint:
     """Follows one sample by all that its request asks for.
 
     matcher: where its text is in the grammar, if it has one. template: what that was copied from, by number.
-    token_ids: the completion's.
+    token_ids: the completion's. failure: an error that was found out ahead, and the tokens after which it comes.
     """
 
-    __slots__ = ("error", "follows_tokens", "matcher", "plan", "template", "token_ids")
+    __slots__ = ("error", "failure", "follows_tokens", "matcher", "plan", "template", "token_ids")
 
     def __init__(self, plan: RequestConstraint) -> None:
         self.plan = plan
@@ -205,6 +233,7 @@ class SampleConstraint:
             self.matcher, self.template = plan.grammar.fork()
         self.token_ids: list[int] = []
         self.error: str | None = None
+        self.failure: tuple[list[int], str] | None = None
         has_endings = plan.token_set is not None and bool(plan.token_set.endings)
         self.follows_tokens = bool(plan.grammar is not None or has_endings or plan.functions)
 
@@ -215,6 +244,8 @@ class SampleConstraint:
         ignore_eos.
         """
         self.token_ids.append(token_id)
+        if self.failure is not None and self.failure[0] == self.token_ids:
+            self.error = self.failure[1]
         if self.matcher is None or self.error is not None:
             return False
         if token_id in self.plan.stop_ids:  # which no matcher takes
@@ -226,6 +257,21 @@ class SampleConstraint:
             self._fail(f"token {token_id} was drawn and is not allowed", "report this as a bug")
         self.find_error()  # a limit of the library's, if it is not the token
         return False
+
+    def num_allowed(self, proposals: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first one on, the grammar allows to follow."""
+        if self.matcher is None:
+            return len(proposals)
+        # What the library has against a token would stay in the sample's own matcher.
+        return int(self.matcher.deep_copy().validate_tokens([*proposals]))
+
+    def fork(self) -> "SampleConstraint":
+        """Return a copy that may follow tokens of which this does not know yet."""
+        fork = copy.copy(self)
+        fork.token_ids = self.token_ids.copy()
+        if self.matcher is not None:
+            fork.matcher = self.matcher.deep_copy()
+        return fork
 
     def write_token_set(self, row: Bits) -> None:
         """Write what the token set leaves; nothing after an error."""
@@ -285,6 +331,35 @@ def _place_stop_tokens(constraints: list[SampleConstraint], masks: Bits, sets: d
     for row, set_row in sets.items():
         if not (masks[row] & set_row).any():
             constraints[row].end(masks[row], set_row)
+
+
+def _forbidden(token_ids: dict[int, int], masks: TokenMasks) -> set[int]:
+    """Return which of these tokens, by index, the masks forbid."""
+    return {
+        index
+        for part in (masks.grammars, masks.token_sets)
+        if part is not None
+        for index, bits in zip(part.batch_indices, part.bits, strict=True)
+        if index in token_ids and not token_sets.has(bits, token_ids[index])
+    }
+
+
+def _joined(parts: list[TokenMasks], new_bits: Callable[[tuple[int, int]], Bits]) -> TokenMasks:
+    """Return masks of different tokens of a step as one."""
+
+    def join(masks: list[RowMasks]) -> RowMasks | None:
+        if not masks:
+            return None
+        indices = [index for one in masks for index in one.batch_indices]
+        bits = new_bits((len(indices), masks[0].bits.shape[1]))
+        return RowMasks(indices, np.concatenate([one.bits for one in masks], out=bits))
+
+    functions = {index: function for part in parts for index, function in part.functions.items()}
+    return TokenMasks(
+        join([part.grammars for part in parts if part.grammars]),
+        join([part.token_sets for part in parts if part.token_sets]),
+        functions,
+    )
 
 
 def _or_raise(result: Result | RequestError) -> Result:

@@ -45,6 +45,11 @@ def remove(bits: Bits, token_ids: Iterable[int], rows: Any = ...) -> None:
         words[rows, token_id >> 5] &= 0xFFFFFFFF ^ 1 << (token_id & 31)
 
 
+def has(bits: Bits, token_id: int) -> bool:
+    """Return whether a set has a token."""
+    return token_id < 32 * len(bits) and bool(bits[token_id >> 5] >> (token_id & 31) & 1)
+
+
 def find_empty(bits: Bits, rows: list[int]) -> list[int]:
     """Return which of these rows of several sets have no token."""
     num_found = np.count_nonzero(bits[rows, :NUM_FIRST_WORDS], axis=1)

@@ -41,8 +41,16 @@ class Constraints(Protocol):
     ) -> None:
         """Give requests, by index, their constraints; add what is wrong with a constraint to `errors`."""
 
-    def masks(self, constraints: abc.Sequence[Constraint | None]) -> TokenMasks:
-        """Return which tokens a step may draw. constraints: of each token that it draws, or None."""
+    def masks(
+        self,
+        constraints: abc.Sequence[Constraint | None],
+        proposals: abc.Sequence[abc.Sequence[int]] = (),
+        num_tokens: int = 1,
+    ) -> TokenMasks:
+        """Return which tokens a step may draw. constraints: of each sequence that it draws for, or None.
+
+        proposals: of each sequence, where the step draws `num_tokens` tokens of each as if these were right.
+        """
 
 
 class SampledStep(Protocol):
@@ -68,6 +76,7 @@ class RunnerLimits:
     max_prefix_sharers: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
     whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
+    max_row_tokens: int = 1  # the most tokens of a decode row: the newest one, and proposals
 
 
 class Runner(Protocol):

@@ -3,7 +3,7 @@
 These types are all that the engine, the runner and the sampler know of constraints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ UserFunction = Callable[[list[int], Any], Any]  # of the completion's token ids 
 class RowMasks(NamedTuple):
     """Says which tokens some of a step's rows may get, by a mask each."""
 
-    batch_indices: list[int]  # which of the tokens that the step draws
+    batch_indices: list[int]  # which of the tokens that the step draws, in any order
     bits: NDArray[np.int32]  # (num_masks, ceil(vocab_size / 32)): token i is bit i % 32 of word i // 32, 1 if allowed
 
 
@@ -40,6 +40,9 @@ class Constraint(Protocol):
 
     def append(self, token_id: int) -> bool:
         """Take the sample's newest token; return whether the text is complete with it."""
+
+    def num_allowed(self, proposals: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first one on, may follow as far as that is found out fast."""
 
 
 class CompiledConstraint(Protocol):

@@ -5,10 +5,11 @@ A line is the place of one token that a step draws. `Sampler` lists the processo
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from nanoinfer.ops.gumbel_max.spec import LineTables
 from nanoinfer.sampling.row_state import RowState
 
 ROWS_AT_ONCE = 64  # lines whose logits are copied at the same time
@@ -19,10 +20,10 @@ NUM_COPIES = 12  # float32 copies of these logits that exist at the same time: p
 class Lines:
     """Holds some lines of a step.
 
-    indices: which of the step's lines they are (batch_idx). host_rows: the row of each in the step tables; -1 for
-    padding, which is never drawn. rows: the same on the device, (num_lines,) int64. context_lens: the table of known
-    tokens, (table_rows,) int32. num_tokens: how many lines each row has in the step, as in `Proposals`. offsets:
-    (num_lines,) int32, how many proposals come before each line's token; None: there are none in the step.
+    indices: which of the step's lines they are (batch_idx). host_rows: the row of each in the step tables. rows: the
+    same on the device, (num_lines,) int64. context_lens: the table of known tokens, (table_rows,) int32. num_tokens:
+    how many lines each row has in the step; some may be padding, with a host row of -1. tables: what draws read in a
+    step with proposals, else None.
     """
 
     indices: Sequence[int]
@@ -30,7 +31,7 @@ class Lines:
     rows: Tensor
     context_lens: Tensor
     num_tokens: int = 1
-    offsets: Tensor | None = None
+    tables: LineTables | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -38,14 +39,19 @@ class Lines:
 
         In the table of tokens, those before it are known, or proposals that its draw assumes.
         """
-        positions = self.context_lens[self.rows]
-        return positions if self.offsets is None else positions + self.offsets
+        return self.context_lens[self.rows] if self.tables is None else self.tables.positions[self.tables.rows]
 
     def some(self, indices: list[int], on_device: Tensor) -> "Lines":
         """Return some of these lines, which are all of the step. on_device: the same indices, int64."""
-        offsets = None if self.offsets is None else self.offsets[on_device]
+        tables = None if self.tables is None else self.tables._replace(rows=self.tables.rows[on_device])
         host_rows = [self.host_rows[index] for index in indices]
-        return Lines(indices, host_rows, self.rows[on_device], self.context_lens, self.num_tokens, offsets)
+        return Lines(indices, host_rows, self.rows[on_device], self.context_lens, self.num_tokens, tables)
+
+    def without(self, on_device: Tensor) -> "Lines":
+        """Return the same lines, some of which, by their indices, the draw is to skip."""
+        if self.tables is None:
+            return replace(self, rows=self.rows.index_fill(0, on_device, -1))
+        return replace(self, tables=self.tables._replace(rows=self.tables.rows.index_fill(0, on_device, -1)))
 
 
 class LogitsProcessor(ABC):

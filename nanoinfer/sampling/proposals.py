@@ -7,12 +7,11 @@ of single steps: they count, and `enter_counted` enters them.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from nanoinfer.sampling.logits_processors import Lines
+from nanoinfer.engine.packet import DeviceSections, HostSections
 
-PADDING = -1  # the row of a line that is drawn for none
+PADDING = -1  # the host row of a line that is none of a row's own
 
 
 class Proposals(NamedTuple):
@@ -26,17 +25,21 @@ class Proposals(NamedTuple):
     num_row_tokens: Tensor
     host_counts: list[int]
 
+    @classmethod
+    def read(cls, on_host: HostSections, on_device: DeviceSections) -> "Proposals":
+        """Read what a packet proposes."""
+        num_rows = len(on_host.decode_rows)
+        numbers, counts = on_device.proposals.view(num_rows, -1), on_host.proposals.reshape(num_rows, -1)[:, 0]
+        return cls(numbers[:, 1:].contiguous(), numbers[:, 0].contiguous(), counts.tolist())
+
     @property
     def num_tokens(self) -> int:
         """How many lines of logits every row has; those that are not its own are padding."""
         return self.token_ids.shape[1] + 1
 
-    def lines(self, rows: Tensor, host_rows: list[int], context_lens: Tensor) -> Lines:
-        """Return all lines of the step. The arguments: as in `Sampler.sample`."""
-        num_tokens = self.num_tokens
-        offsets = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
-        of_lines = torch.where(offsets < self.num_row_tokens.unsqueeze(1), rows.unsqueeze(1), PADDING).flatten()
-        padded: list[int] = []
+    def rows_of_lines(self, host_rows: list[int]) -> list[int]:
+        """Return the row of each line of a step, given those of the step."""
+        num_tokens, rows = self.num_tokens, list[int]()
         for row, count in zip(host_rows, self.host_counts, strict=True):
-            padded += [row] * count + [PADDING] * (num_tokens - count)
-        return Lines(range(len(padded)), padded, of_lines, context_lens, num_tokens, offsets.repeat(len(rows)))
+            rows += [row] * count + [PADDING] * (num_tokens - count)
+        return rows

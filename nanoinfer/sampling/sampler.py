@@ -10,7 +10,6 @@ A step has one line of each row, or several where tokens are proposed (`proposal
 tables before all lines are drawn.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from nanoinfer.ops.gumbel_max.spec import (
     best_candidates,
     enter_counted,
     enter_tokens,
+    line_tables,
     sample_and_append,
     sample_at,
 )
@@ -117,7 +117,7 @@ class Sampler:
         """
         lines = Lines(range(len(host_rows)), host_rows, rows, self.context_lens)
         if proposals is not None:
-            lines = proposals.lines(rows, host_rows, self.context_lens)
+            lines = self._lines(rows, host_rows, proposals)
             host_rows = lines.host_rows
         processors: list[LogitsProcessor] = [*self._of_rows.values()]
         masked: set[int] = set()  # lines that are copied because of masks
@@ -137,8 +137,7 @@ class Sampler:
         indices = numbers_to_device(copied, self.device)
         token_ids = torch.empty(len(host_rows), dtype=torch.int32, device=self.device)
         if len(copied) + host_rows.count(PADDING) < len(host_rows):
-            others = lines.rows.index_fill(0, indices, -1)  # the draw skips rows of -1
-            token_ids = self._draw(logits, first_id, replace(lines, rows=others))
+            token_ids = self._draw(logits, first_id, lines.without(indices))
         logprobs = []
         for start in range(0, len(copied), ROWS_AT_ONCE):
             some, on_device = copied[start : start + ROWS_AT_ONCE], indices[start : start + ROWS_AT_ONCE]
@@ -159,6 +158,14 @@ class Sampler:
         num_masks = NUM_MASKS * len(self.context_lens) * self._max_row_tokens
         return copies + num_masks * self._mask_sender.num_words * torch.int32.itemsize
 
+    def _lines(self, rows: Tensor, host_rows: list[int], proposals: Proposals) -> Lines:
+        """Return the lines of a step with proposals."""
+        num_tokens, of_rows = proposals.num_tokens, (self.temperatures, self.seeds, self.context_lens)
+        tables = line_tables(rows, proposals.num_row_tokens, num_tokens, *of_rows)
+        host_rows = proposals.rows_of_lines(host_rows)
+        rows = rows.repeat_interleave(num_tokens)
+        return Lines(range(len(host_rows)), host_rows, rows, self.context_lens, num_tokens, tables)
+
     def _draw(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
         """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
         if self.tp.size > 1:
@@ -168,21 +175,15 @@ class Sampler:
 
     def _draw_whole(self, logits: Tensor, lowest: Tensor | None, lines: Lines) -> Tensor:
         """Draw from logits of the whole vocabulary."""
-        if lines.offsets is None:
+        if lines.tables is None:
             return sample_and_append(logits, lowest, lines.rows, *self._tables)
-        return sample_at(logits, lowest, *self._tables_of(lines))
+        return sample_at(logits, lowest, *lines.tables)
 
     def _draw_across_ranks(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
         """Draw from the shards of all ranks."""
-        if lines.offsets is None:
+        if lines.tables is None:
             return sample_and_append_across_ranks(logits, first_id, self.tp, lines.rows, *self._tables)
-        return sample_across_ranks(logits, first_id, self.tp, *self._tables_of(lines))
-
-    def _tables_of(self, lines: Lines) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return temperatures, seeds and positions as tables with a row for each line, and before them the rows."""
-        own = torch.arange(len(lines.rows), device=self.device)
-        rows = torch.where(lines.rows >= 0, own, -1)
-        return rows, self.temperatures[lines.rows], self.seeds[lines.rows], lines.positions
+        return sample_across_ranks(logits, first_id, self.tp, *lines.tables)
 
     def _enter(self, token_ids: Tensor, rows: Tensor, proposals: Proposals | None) -> Tensor:
         """Enter the drawn tokens that count; without proposals, the draw has entered them all."""

@@ -38,6 +38,7 @@ from nanoinfer.ops.gumbel_max.triton import (  # noqa: E402
     TILE_GROUPS,
     best_candidates,
     enter_counted,
+    line_tables,
     sample_and_append,
     sample_at,
 )
@@ -689,6 +690,21 @@ def test_a_draw_at_a_position_is_the_one_that_a_row_of_that_length_gets(bounded:
     skipping = [draw(logits[:4], None, some, *tables) for draw in (sample_at, gumbel_max.sample_at.__wrapped__)]
     assert torch.equal(*skipping)
     assert (skipping[0] >= 0).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 8])
+def test_tables_of_lines_equal_their_specification(num_tokens: int) -> None:
+    temperatures, seeds, positions = sampling_arguments()
+    rows, counts = torch.tensor([5, 0, 3, 6]), torch.tensor([1, num_tokens, num_tokens - 1, 2], dtype=torch.int32)
+    arguments = counts, num_tokens, temperatures, seeds, positions.int()
+    tables, expected = line_tables(rows, *arguments), gumbel_max.line_tables.__wrapped__(rows, *arguments)
+    for mine, theirs in zip(tables, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    assert tables.rows.view(4, -1)[:, 0].tolist() == [num_tokens * row for row in range(4)]
+    assert (tables.rows >= 0).view(4, -1).sum(1).tolist() == counts.tolist()
+    assert tables.positions[num_tokens : 2 * num_tokens].tolist() == [int(positions[0]) + j for j in range(num_tokens)]
+    assert [len(part) for part in line_tables(rows[:0], counts[:0], *arguments[1:])] == [0] * 4
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 8])

@@ -22,7 +22,7 @@ from transformers import (
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.row_options import OF_PARAMS, ROW_OPTIONS, AskingRow
 from nanoinfer.ops.filter_threshold.spec import thresholds
-from nanoinfer.ops.gumbel_max.spec import sample, sample_and_append
+from nanoinfer.ops.gumbel_max.spec import line_tables, sample, sample_and_append
 from nanoinfer.runner.pooler import Pooler
 from nanoinfer.sampling.logit_bias import LogitBias
 from nanoinfer.sampling.logits_processors import Lines
@@ -226,8 +226,9 @@ def test_stop_tokens_are_forbidden_before_a_position_and_a_row_that_has_come_the
 def test_each_line_of_a_row_is_judged_by_its_own_position() -> None:
     processor = MinTokens(torch.zeros(1, 8, dtype=torch.int32), 10)
     processor.admit([AskingRow(0, num_tokens=4, num_prompt_tokens=2, asked={"min_tokens": [4, 9]})])
-    offsets, context_lens = torch.arange(3, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
-    lines = Lines([0, 1, 2], [0, 0, 0], torch.zeros(3, dtype=torch.int64), context_lens, 3, offsets)
+    rows, lens, counts = torch.tensor([0]), torch.tensor([4], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    tables = line_tables(rows, counts, 3, torch.zeros(1), torch.zeros(1).long(), lens)
+    lines = Lines([0, 1, 2], [0, 0, 0], rows.repeat(3), lens, 3, tables)
     changed = processor.apply(torch.zeros(3, 10), lines, [0, 1, 2])
     assert changed[:, 9].tolist() == [-math.inf, -math.inf, 0.0]
     assert processor.wants(0), "of these tokens only the first may count"

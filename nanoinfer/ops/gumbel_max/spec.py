@@ -6,6 +6,8 @@ on its key, the request's seed, and its counters, the token's position and the g
 and the batch do not matter.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,19 @@ PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
 NOT_COUNTED = -2  # in place of a token that follows a wrong proposal
+
+
+class LineTables(NamedTuple):
+    """What `sample_at` reads where several tokens of a row are drawn: tables with a row for each line.
+
+    Line i * num_tokens + j is token j of row i. rows: (num_lines,) int64, the lines themselves; -1 for those that are
+    not drawn. temperatures, seeds, positions: (num_lines,) float32, int64 and int32.
+    """
+
+    rows: Tensor
+    temperatures: Tensor
+    seeds: Tensor
+    positions: Tensor
 
 
 @op
@@ -58,6 +73,25 @@ def sample_at(
     """
     ids = sample(_at_least(thresholds, logits), temperatures[rows], seeds[rows], positions[rows])
     return torch.where(rows >= 0, ids, -1)
+
+
+@op
+def line_tables(
+    rows: Tensor, num_row_tokens: Tensor, num_tokens: int, temperatures: Tensor, seeds: Tensor, context_lens: Tensor
+) -> LineTables:
+    """Return the tables of the lines of a step that draws `num_tokens` tokens of each row, if they are its own.
+
+    rows: (num_rows,) int64. num_row_tokens: (num_rows,) int32, how many lines are a row's own; the rest are not drawn.
+    temperatures, seeds, context_lens: the tables of `sample_and_append`.
+    """
+    token = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
+    lines = torch.arange(len(rows) * num_tokens, device=rows.device).view(-1, num_tokens)
+    return LineTables(
+        torch.where(token < num_row_tokens.unsqueeze(1), lines, -1).flatten(),
+        temperatures[rows].repeat_interleave(num_tokens),
+        seeds[rows].repeat_interleave(num_tokens),
+        (context_lens[rows].unsqueeze(1) + token).flatten(),
+    )
 
 
 @op

@@ -134,6 +134,30 @@ def _best_id_kernel(
 
 
 @triton.jit
+def _line_tables_kernel(
+    rows_ptr,
+    num_row_tokens_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    context_lens_ptr,
+    line_rows_ptr,
+    line_temperatures_ptr,
+    line_seeds_ptr,
+    positions_ptr,
+    num_tokens,
+    TOKENS: tl.constexpr,
+):
+    """Write the lines of one row."""
+    index, token = tl.program_id(0), tl.arange(0, TOKENS)
+    row, line, mask = tl.load(rows_ptr + index), index * num_tokens + token, token < num_tokens
+    is_own = token < tl.load(num_row_tokens_ptr + index)
+    tl.store(line_rows_ptr + line, tl.where(is_own, line, -1), mask=mask)
+    tl.store(line_temperatures_ptr + line, tl.load(temperatures_ptr + row), mask=mask)
+    tl.store(line_seeds_ptr + line, tl.load(seeds_ptr + row), mask=mask)
+    tl.store(positions_ptr + line, tl.load(context_lens_ptr + row) + token, mask=mask)
+
+
+@triton.jit
 def _enter_counted_kernel(
     ids_ptr,
     proposals_ptr,
@@ -183,6 +207,16 @@ def best_candidates(logits, first_id, rows, temperatures, seeds, context_lens):
     scores = logits.new_empty(len(logits), dtype=torch.float32)
     _launch(logits, first_id, None, (rows, temperatures, seeds, context_lens), ids, scores=scores)
     return scores, ids
+
+
+def line_tables(rows, num_row_tokens, num_tokens, temperatures, seeds, context_lens):
+    num_rows = len(rows)
+    dtypes = (torch.int64, torch.float32, torch.int64, torch.int32)
+    tables = spec.LineTables(*(rows.new_empty(num_rows * num_tokens, dtype=dtype) for dtype in dtypes))
+    if num_rows:
+        inputs = (rows, num_row_tokens, temperatures, seeds, context_lens)
+        _line_tables_kernel[(num_rows,)](*inputs, *tables, num_tokens, TOKENS=next_power_of_2(num_tokens), num_warps=1)
+    return tables
 
 
 def enter_counted(ids, proposals, num_row_tokens, rows, token_ids, context_lens, num_counted):
