@@ -247,6 +247,11 @@ class EngineConfig:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
 
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens of a row that decode steps compute: its newest one, and those of a proposer."""
+        return 1
+
     def settings_of_answers(self) -> dict[str, Any]:
         """Return the options that answers depend on, where they are not the default; folders in one spelling."""
         given = {name: getattr(self, name) for name in ANSWERS_DEPEND_ON}

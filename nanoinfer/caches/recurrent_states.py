@@ -76,7 +76,7 @@ class RecurrentStates(LayerStates):
         States are then as steps of one token leave them, which may go on from there.
         """
         if self.pending is not None:
-            flush_pending(self.matrices, self.conv_inputs, rows, self.pending)
+            flush_pending(self.matrices, self.conv_inputs, rows.contiguous(), self.pending)
 
     def begin(self, rows: Tensor) -> None:
         """Forget what is pending in rows that are given to other sequences. rows: (num_rows,) int32."""

@@ -249,9 +249,13 @@ class BlockManager:
 
     def cache_end(self, seq: Sequence) -> None:
         """Cache what is left of a sequence that ends."""
-        # A step in flight may have computed the newest token, and may still fail. States are those after that step.
-        num_computed = seq.num_computed_tokens if self.states else len(seq.token_ids) - 1
-        self.cache_blocks(seq, num_computed, with_last=self.states is None, ends=True)
+        num_computed, num_known = seq.num_computed_tokens, len(seq.token_ids)
+        if self.states is None or num_computed > num_known:
+            # A step in flight may have computed the newest token, and may still fail. States of tokens after the end
+            # are of no use.
+            self.cache_blocks(seq, num_known - 1, with_last=self.states is None)
+        else:  # states are those after the step in flight
+            self.cache_blocks(seq, num_computed, ends=True)
 
     def evict_failed(self, seq: Sequence, start: int = 0) -> None:
         """Remove what a failed step was to compute of a sequence from token `start` on, or has computed as NaN."""

@@ -15,10 +15,12 @@ from nanoinfer.engine.engine import Action, Engine, Recipient
 from nanoinfer.engine.extras import Extras
 from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, SampledStep
 from nanoinfer.engine.packet import pack
+from nanoinfer.engine.proposer import Proposer, drawn_one_by_one
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
+from nanoinfer.engine.stopping import NO_TOKEN
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
 from nanoinfer.metrics import EngineMetrics
@@ -56,6 +58,7 @@ class LLMEngine(Engine):
         super().__init__(config)
         self.constraints = constraints
         self.runner: Runner | None = runner
+        self.proposer: Proposer | None = None
         self.tokenizer = tokenizer
         limits = runner.limits
         self.block_manager = BlockManager(
@@ -64,7 +67,7 @@ class LLMEngine(Engine):
             config.enable_prefix_caching,
             limits.groups,
             max_num_seqs=limits.max_num_seqs,
-            max_chunk_tokens=config.max_num_batched_tokens,
+            max_chunk_tokens=max(config.max_num_batched_tokens, limits.max_row_tokens),
         )
         self.extras = Extras(config, runner, tokenizer)
         self.scheduler = Scheduler(
@@ -75,6 +78,7 @@ class LLMEngine(Engine):
             stop_token_ids=stop_token_ids,
             max_prefix_sharers=limits.max_prefix_sharers,
             whole_prompts=limits.whole_prompts,
+            max_row_tokens=limits.max_row_tokens,
             on_finish=self.extras.on_finish,
         )
         self._new_listener = new_listener
@@ -206,7 +210,7 @@ class LLMEngine(Engine):
         """Schedule a step and start it; False when there is nothing to do before the one in flight is collected."""
         runner = self.check_open()
         started = time.perf_counter()
-        batch = self.scheduler.schedule(in_flight=bool(self._in_flight))
+        batch = self.scheduler.schedule(bool(self._in_flight), self.proposer)
         if not batch:
             return False
         try:
@@ -234,7 +238,7 @@ class LLMEngine(Engine):
         if any(seq.constraint and seq.constraint.follows_tokens and seq.num_pending_tokens > 1 for seq in sampled):
             self._collect_until(max_in_flight=0)
         running = [seq.constraint if seq.status is SequenceStatus.RUNNING else None for seq in sampled]
-        return self.constraints.masks(running) if self.constraints else None
+        return self.constraints.masks(running, batch.proposals, batch.num_tokens) if self.constraints else None
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and keep the sequences that it finished."""
@@ -247,15 +251,18 @@ class LLMEngine(Engine):
         now = time.perf_counter()
         self._in_flight.popleft()
         for batch_idx, error in step.handle.errors.items():
-            step.batch.sampled[batch_idx].error = error
-        wanted = [seq.status is SequenceStatus.RUNNING for seq in step.batch.sampled]
-        self._note_finished(self.scheduler.update(step.batch, token_ids))
-        for found in step.handle.found:
-            found.collected(step.batch, self._requests, wanted)
-        self.count_step(step.started, now, step.batch.num_prefill_tokens, sum(wanted))
+            if token_ids[batch_idx] == NO_TOKEN:
+                step.batch.sampled[batch_idx // step.batch.num_tokens].error = error
+        num_wanted = 0
+        for batch, its_token_ids, wanted in drawn_one_by_one(step.batch, token_ids):
+            self._note_finished(self.scheduler.update(batch, its_token_ids))
+            for found in step.handle.found:
+                found.collected(step.batch, self._requests, wanted)
+            if self._watched:
+                self._watch(batch, now)
+            num_wanted += sum(wanted)
+        self.count_step(step.started, now, step.batch.num_prefill_tokens, num_wanted)
         self.scheduler.listener.collected(step.batch, now)
-        if self._watched:
-            self._watch(step.batch, now)
 
     def count_step(self, started: float, now: float, num_prefill_tokens: int, num_tokens: int) -> None:
         """Count a step that was launched and collected at these times (perf_counter)."""

@@ -67,6 +67,7 @@ class DeviceSections:
     block_copies: Any = section(BlockCopy)
     chunks: Any = section(ChunkRecord)  # the first num_prefill_samples of them sample a token
     decode_rows: Any = section(DecodeRecord)
+    proposals: Any = section(int)  # of each decode row of several tokens: how many it has, and num_tokens - 1 ids
 
 
 @dataclass(slots=True)
@@ -117,6 +118,8 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         "chunks": [ChunkRecord(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],
         "decode_rows": _decode_rows(batch),
     }
+    if batch.num_tokens > 1:
+        sections["proposals"] = _proposals(batch)
     if batch.admitted:
         sections |= _sections_of_admitted(batch.admitted)
     num_samples = sum(chunk.samples for chunk in batch.prefill)
@@ -169,6 +172,14 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
         records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
         records["num_sharers"][first_row] = num_rows
     return records
+
+
+def _proposals(batch: ScheduledBatch) -> NDArray[np.int32]:
+    """Return how many tokens each decode row has, and the ids of the proposals among them, then zeros."""
+    rows = np.zeros((len(batch.decode), batch.num_tokens), np.int32)
+    for row, ids in zip(rows, batch.proposals, strict=True):
+        row[0], row[1 : 1 + len(ids)] = 1 + len(ids), ids
+    return rows.ravel()
 
 
 def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:

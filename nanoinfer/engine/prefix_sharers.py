@@ -43,6 +43,17 @@ class PrefixSharers(NamedTuple):
     num_blocks: int  # the first entries of their block tables, at least 1
 
 
+def split_sharers(prefix_sharers: list[PrefixSharers], max_rows: int) -> list[PrefixSharers]:
+    """Return sharers of at most so many rows each; a row that is left over shares with none."""
+    if max_rows < 2:
+        return []
+    return [
+        PrefixSharers(first, min(max_rows, first_row + num_rows - first), num_blocks)
+        for first_row, num_rows, num_blocks in prefix_sharers
+        for first in range(first_row, first_row + num_rows - 1, max_rows)
+    ]
+
+
 class SharerFinder:
     """Arranges the sequences of each decode step by what they share, and remembers the last arrangement.
 

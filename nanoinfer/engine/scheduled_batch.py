@@ -1,5 +1,6 @@
 """One step, as the scheduler decided it; `packet.py` tells the device of it."""
 
+import collections.abc as abc
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,8 +48,8 @@ class StateCopy(NamedTuple):
 class ScheduledBatch:
     """One step: either prefill or decode.
 
-    The length of each sequence after this step is known before any of its tokens: the scheduler advanced
-    `num_computed_tokens` and `num_pending_tokens` when it scheduled the step.
+    The length of each sequence after this step is known before any of its tokens, unless rows have several: the
+    scheduler advanced `num_computed_tokens` and `num_pending_tokens` when it scheduled the step.
     """
 
     admitted: list[Sequence] = field(default_factory=list)  # sequences that got a row in this step
@@ -60,6 +61,8 @@ class ScheduledBatch:
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_sharers: list[PrefixSharers] = field(default_factory=list)  # they come first in `decode`, without gaps
     sampled: list[Sequence] = field(default_factory=list)  # sequences that get a token, in the order of the token ids
+    num_tokens: int = 1  # that a decode row computes at most; as many token ids belong to each of `sampled`
+    proposals: list[abc.Sequence[int]] = field(default_factory=list)  # of each decode row, if any has several tokens
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)

@@ -33,6 +33,7 @@ from nanoinfer.engine.cache_groups.partial_hits import (
 )
 from nanoinfer.engine.interfaces import SILENT, Listener
 from nanoinfer.engine.prefix_sharers import SharerFinder
+from nanoinfer.engine.proposer import Proposer, add_proposals
 from nanoinfer.engine.scheduled_batch import PrefillChunk, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.stopping import NO_TOKEN, Stopping
@@ -51,6 +52,7 @@ class Scheduler:
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
     where the sequence will end before. max_prefix_sharers: the most decode rows that attention can read a shared
     prefix for at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks.
+    max_row_tokens: the most tokens of a decode row, if somebody proposes any.
     on_finish: is called with a running sequence that finishes, while it still holds its blocks.
     """
 
@@ -65,6 +67,7 @@ class Scheduler:
         reserved_tokens: int = RESERVED_TOKENS,
         max_prefix_sharers: int = 0,
         whole_prompts: bool = False,
+        max_row_tokens: int = 1,
         on_finish: Callable[[Sequence], object] | None = None,
     ) -> None:
         assert block_manager.can_hold(max_model_len), f"the cache cannot hold a sequence of {max_model_len} tokens"
@@ -75,6 +78,7 @@ class Scheduler:
         self.stop_token_ids = stop_token_ids
         self.reserved_tokens = reserved_tokens
         self.whole_prompts = whole_prompts
+        self.max_row_tokens = max_row_tokens
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
@@ -110,19 +114,19 @@ class Scheduler:
         heapq.heappush(self._waiting, (seq.queue_key, seq))
         self.block_manager.enqueue(seq)
 
-    def schedule(self, in_flight: bool = False) -> ScheduledBatch:
+    def schedule(self, in_flight: bool = False, proposer: Proposer | None = None) -> ScheduledBatch:
         """Choose the next step and advance its sequences by it.
 
-        in_flight: whether a scheduled step has not been given to `update` yet. The batch is empty when there is
-        nothing to do, or nothing until that step is collected: blocks are taken from a sequence only when its tokens
-        are known.
+        in_flight: whether a scheduled step has not been given to `update` yet. proposer: what may follow in decode
+        rows. The batch is empty when there is nothing to do, or nothing until that step is collected: blocks are taken
+        from a sequence only when its tokens are known.
         """
         self.block_manager.start_step()
         if self._ending:
             self._release_ending()
         batch, has_to_wait = self._schedule_prefill(in_flight)
         if not (batch or has_to_wait):
-            batch = self._schedule_decode(in_flight)
+            batch = self._schedule_decode(in_flight, proposer)
         if batch:
             batch.sampled = [chunk.seq for chunk in batch.prefill if chunk.samples] or batch.decode
             batch.kept_states, batch.restored_states = self.block_manager.take_state_copies()
@@ -323,8 +327,13 @@ class Scheduler:
         self._awaits_prefix = bool(passed_over.seqs)
         return budget
 
-    def _schedule_decode(self, in_flight: bool) -> ScheduledBatch:
-        """Schedule one token for each running sequence; while blocks are short, the last in order are preempted."""
+    def _schedule_decode(self, in_flight: bool, proposer: Proposer | None) -> ScheduledBatch:
+        """Schedule one token for each running sequence; while blocks are short, the last in order are preempted.
+
+        With a proposer they may be several tokens, which wait until the step in flight is collected.
+        """
+        if in_flight and proposer is not None:
+            return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [
             seq for seq in self.running if len(seq.token_ids) + seq.num_pending_tokens < seq.stopping.max_num_tokens
@@ -340,11 +349,14 @@ class Scheduler:
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
+        proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=True))
         batch.new_blocks = manager.extend(needy)
         for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
         batch.decode, batch.prefix_sharers = self.sharer_finder.arrange(decode)
+        if proposed:
+            add_proposals(batch, proposed, self.max_row_tokens, manager, self.sharer_finder.max_prefix_sharers)
         return batch
 
     def _preempt(self, seqs: list[Sequence]) -> Sequence:

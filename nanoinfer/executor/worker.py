@@ -78,7 +78,8 @@ def connect_ranks(
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
     dtype = select_dtype(config.dtype, model_config.dtype, devices[rank])
     max_tokens = max_step_tokens(config, model_config, config.max_num_seqs)
-    return tp.with_shared_memory(config.max_num_seqs, max_tokens, model_config.hidden_size, dtype, devices)
+    max_rows = config.max_num_seqs * config.max_row_tokens
+    return tp.with_shared_memory(max_rows, max_tokens, model_config.hidden_size, dtype, devices)
 
 
 def abort(tp: TensorParallel, seconds: float) -> None:

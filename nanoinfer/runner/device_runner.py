@@ -71,10 +71,10 @@ class DeviceRunner:
         return self.model_runner.sample(launched, masks)
 
     def wait(self, handle: StepHandle) -> list[int]:
-        """Return the token ids of a sampled step, once they are there."""
+        """Return the token ids of a sampled step, once they are there: of rows of several tokens one after another."""
         if handle.event is not None:
             handle.event.synchronize()
-        return handle.token_ids.tolist()
+        return handle.token_ids.view(-1).tolist()
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> RoutingOnHost:
         """Start to copy the experts of positions [start, end) to the host, for the sequence that has these blocks."""

@@ -19,8 +19,8 @@ from nanoinfer.sampling.sampler import Sampler
 class StepBuffers:
     """What steps need whatever the size of the cache.
 
-    logits: (max_num_seqs, this rank's ids), of all decode graphs and of what runs without. prefill_graphs: with the
-    buffers that they read and write.
+    logits: (max_num_seqs * max_row_tokens, this rank's ids), of all decode graphs and of what runs without.
+    prefill_graphs: with the buffers that they read and write.
     """
 
     logits: Tensor

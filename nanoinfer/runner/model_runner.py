@@ -76,7 +76,7 @@ class ModelRunner:
             self.state.enter(header, on_host, on_device)
             if header.counts["chunks"]:
                 return self._launch_prefill(header, on_host, on_device)
-            return self._launch_decode(on_host, on_device)
+            return self._launch_decode(header, on_host, on_device)
 
     def _launch_prefill(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
         assert not header.counts["decode_rows"], "both prefill and decode would write the first logits"
@@ -93,13 +93,21 @@ class ModelRunner:
             found=found,
         )
 
-    def _launch_decode(self, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
+    def _launch_decode(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
         rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
+        batch = DecodeBatch(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)
+        proposals = None
+        if header.counts["proposals"]:
+            proposals = Proposals.read(on_host, on_device)
+            self.state.tables.propose(rows.long(), proposals.token_ids)
+            batch = batch._replace(num_tokens=proposals.num_tokens, num_row_tokens=proposals.num_row_tokens)
+        elif self.state.tables.recurrent_states is not None:
+            self.state.tables.recurrent_states.flush(rows)  # steps of one token a row know of nothing pending
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
-        forward(DecodeBatch(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None))
+        forward(batch)
         host_rows = column(on_host, "decode_rows", "row").tolist()
-        return LaunchedStep(rows.long(), host_rows, found=[])
+        return LaunchedStep(rows.long(), host_rows, [], proposals)
 
     def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.

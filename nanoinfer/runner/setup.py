@@ -1,7 +1,6 @@
 """Makes what runs steps: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +19,20 @@ from nanoinfer.engine.cache_groups.specs import RecurrentStateSpec, num_snapshot
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
 from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.implementations import load
 from nanoinfer.models.interface import Model
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, Forward, graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.cuda_graphs import (
+    DecodeGraphs,
+    Forward,
+    graph_sizes,
+    several_tokens_graph_sizes,
+    sharing_graph_sizes,
+)
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
 from nanoinfer.runner.pooler import DenseLayer, Pooler, load_dense
@@ -89,7 +94,12 @@ class Setup:
     @property
     def states(self) -> StateLayout | None:
         """What layers with linear attention keep of a sequence; None without such layers."""
-        return StateLayout.of(self.model_config, self.dtype, self.tp)
+        return StateLayout.of(self.model_config, self.dtype, self.tp, self.max_row_tokens)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens of a decode row: as many as the layers of the loaded model take, and are asked for."""
+        return min(self.config.max_row_tokens, self.backends.max_row_tokens or self.config.max_row_tokens)
 
     @property
     def pooling(self) -> PoolingConfig:
@@ -137,6 +147,7 @@ class Setup:
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
+            max_row_tokens=self.max_row_tokens,
         )
 
     def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
@@ -153,7 +164,8 @@ class Setup:
         else:
             num_blocks = groups.num_pages_of(num_blocks)
         num_blocks = self.tp.minimum(num_blocks, self.device)
-        capacity = groups.max_tokens(num_blocks, block_size, self.config.max_num_batched_tokens)
+        max_chunk_tokens = max(self.config.max_num_batched_tokens, limits.max_row_tokens)
+        capacity = groups.max_tokens(num_blocks, block_size, max_chunk_tokens)
         max_model_len = memory.resolve_max_model_len(
             self.config.max_model_len, self.longest, capacity, num_blocks, block_size
         )
@@ -193,9 +205,19 @@ class Setup:
 
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
         shares_prefixes = limits.max_prefix_sharers > 1 and self.config.enable_prefix_caching
-        capture = partial(DecodeGraphs, decode, sharing_sizes=[], device=self.device)
-        sizes = graph_sizes(limits.max_num_seqs)
-        count = len(sizes) + shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
+        sizes, num_tokens = graph_sizes(limits.max_num_seqs), limits.max_row_tokens
+        count = len(sizes)
+
+        def capture(some: list[int]) -> DecodeGraphs:
+            graphs = DecodeGraphs(decode, some, sharing_sizes=[], device=self.device)
+            for size in some if num_tokens > 1 else ():
+                rows = torch.full((size,), PADDING_ROW, dtype=torch.int32, device=self.device)
+                graphs.replay(DecodeBatch(rows, None, num_tokens, torch.ones_like(rows)))
+            return graphs
+
+        if num_tokens > 1:  # a pair of graphs is measured, and those of several tokens are of any number up to the most
+            count = max(count, len(several_tokens_graph_sizes(sizes)) * (num_tokens - 1))
+        count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
     def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:
@@ -205,8 +227,9 @@ class Setup:
         captures_largest = max_tokens == self.config.max_num_batched_tokens
         if self.uses_graphs and not self.config.enable_return_routed_experts:
             graphs = model.prefill_graphs(max_tokens, captures_largest)
+        max_logits = limits.max_num_seqs * limits.max_row_tokens
         return StepBuffers(
-            torch.empty(limits.max_num_seqs, model.vocab.size, dtype=model.logits_dtype, device=self.device), graphs
+            torch.empty(max_logits, model.vocab.size, dtype=model.logits_dtype, device=self.device), graphs
         )
 
     def make_model_runner(

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nanoinfer.engine.packet import DeviceSections, HostSections
+
 PADDING = -1  # the host row of a line that is none of a row's own
 
 
@@ -22,6 +24,13 @@ class Proposals(NamedTuple):
     token_ids: Tensor
     num_row_tokens: Tensor
     host_counts: list[int]
+
+    @classmethod
+    def read(cls, on_host: HostSections, on_device: DeviceSections) -> "Proposals":
+        """Read what a packet proposes."""
+        num_rows = len(on_host.decode_rows)
+        numbers, counts = on_device.proposals.view(num_rows, -1), on_host.proposals.reshape(num_rows, -1)[:, 0]
+        return cls(numbers[:, 1:].contiguous(), numbers[:, 0].contiguous(), counts.tolist())
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from nanoinfer.engine.packet import pack, read_header
 from nanoinfer.engine.scheduled_batch import BlockCopy, ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.stopping import NO_TOKEN
+from nanoinfer.engine.stopping import NO_TOKEN, NOT_COUNTED
 from nanoinfer.sampling_params import SamplingParams
 
 EMPTY_TEXT = 0  # the fingerprint of no token at all
@@ -161,10 +161,15 @@ class FakeDevice:
             self.states[target] = None if fails else self.states.get(source)
 
         decode_rows = sections.decode_rows[:, 0].tolist()
-        chunks = sections.chunks.tolist() + [[row, len(self.token_ids[row]) - 1, 1] for row in decode_rows]
+        proposals: dict[int, list[int]] = defaultdict(list)  # by row
+        if len(sections.proposals):
+            for row, (count, *ids) in zip(decode_rows, sections.proposals.reshape(len(decode_rows), -1), strict=True):
+                proposals[row] = [int(token_id) for token_id in ids[: count - 1]]
+        chunks = sections.chunks.tolist()
+        chunks += [[row, len(self.token_ids[row]) - 1, 1 + len(proposals[row])] for row in decode_rows]
         sampled_rows = [row for row, _, _ in chunks[: header.num_prefill_samples]] + decode_rows
         for row, start, length in chunks:  # every layer writes all its keys and values before it reads any
-            texts = fingerprints(self.token_ids[row], self.identities.get(row))
+            texts = fingerprints(self.token_ids[row] + proposals[row], self.identities.get(row))
             for group in range(len(self.windows)):
                 for position in range(start, start + length):
                     self.slots[self.slot(row, position, group)] = None if fails else texts[position] + group
@@ -177,8 +182,9 @@ class FakeDevice:
         self.check_prefix_sharers(sections.decode_rows.tolist())
         nan_rows = self.spread_nans(chunks, {seq.held_row for seq in batch.sampled if seq.seq_id in nans})
         self.has_hidden_nans |= not nan_rows <= {*sampled_rows}
+        drawn = {row: self.draw(row, proposals[row], row in nan_rows) for row in sampled_rows}
         for row, start, length in chunks:
-            texts = fingerprints(self.token_ids[row], self.identities.get(row))
+            texts = fingerprints(self.token_ids[row] + proposals[row], self.identities.get(row))
             for group, window in enumerate(self.windows):
                 for position in range(0 if window is None else max(0, start - window + 1), start + length):
                     found = self.slots.get(self.slot(row, position, group))
@@ -191,11 +197,25 @@ class FakeDevice:
             if self.has_states:
                 right = start == 0 or self.states[row] == texts[start - 1] or row in nan_rows
                 assert right, f"the state of row {row} is that of another text than its first {start} tokens"
-                self.states[row] = NAN if row in nan_rows else texts[start + length - 1]
+                num_counted = len(drawn[row]) if proposals[row] else length
+                self.states[row] = NAN if row in nan_rows else texts[start + num_counted - 1]
         for row in sampled_rows:
-            token_id = next_token(self.token_ids[row], self.vocab_size, self.identities.get(row))
-            self.token_ids[row].append(NO_TOKEN if row in nan_rows else token_id)
-        return [self.token_ids[row][-1] for row in sampled_rows]
+            self.token_ids[row] += drawn[row]
+        return [
+            token_id
+            for row in sampled_rows
+            for token_id in drawn[row] + [NOT_COUNTED] * (batch.num_tokens - len(drawn[row]))
+        ]
+
+    def draw(self, row: int, proposals: list[int], is_nan: bool) -> list[int]:
+        """Return the next tokens of a row, up to the first one that is not what is proposed."""
+        drawn: list[int] = []
+        for proposal in [*proposals, None]:
+            token_id = next_token(self.token_ids[row] + drawn, self.vocab_size, self.identities.get(row))
+            drawn.append(NO_TOKEN if is_nan else token_id)
+            if drawn[-1] != proposal:
+                break
+        return drawn
 
     def spread_nans(self, chunks: list[list[int]], nan_rows: set[int]) -> set[int]:
         """Have these rows, and those that read what they write, write NaN; return all these rows."""
@@ -277,7 +297,8 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
         )
         in_groups = batch.decode[: sum(group.num_rows for group in batch.prefix_sharers)]
         others = [seq for seq in scheduler.running if seq not in left_out and seq not in in_groups]
-        assert batch.decode == in_groups + others, "only the rows of groups leave their order"
+        # Rows of several tokens share in smaller sets, which may leave some rows out.
+        assert batch.num_tokens > 1 or batch.decode == in_groups + others, "only the rows of groups leave their order"
         assert len(batch.decode) == len(scheduler.running) - len(left_out)
 
 

@@ -50,7 +50,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
     assert packet.dtype == np.int32
     # header + 2 row records of 6 + 9 known tokens + 3 copies of states of 2
     # + 4 new blocks, 1 copy, 2 chunks and 2 decode rows of 3
-    assert packet.shape == (15 + 2 * 6 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
+    assert packet.shape == (16 + 2 * 6 + 9 + 3 * 2 + (4 + 1 + 2 + 2) * 3,)
     header = read_header(packet)
     assert header[:-1] == (6, 1, 3, 0, 12 + 9 + 27), (
         "tokens and samples of prefill, blocks (40 is both's), no masks; uploaded"
@@ -66,7 +66,7 @@ def test_a_packet_is_one_flat_array_of_int32_whose_header_counts_what_it_carries
         "restored_states": 2,
     }
     assert all(type(number) is int for number in (*header[:-1], *header.counts.values()))
-    assert pack(ScheduledBatch()).tolist() == [0] * 15
+    assert pack(ScheduledBatch()).tolist() == [0] * 16
     assert not ScheduledBatch()
 
 
@@ -93,7 +93,7 @@ def test_only_what_the_device_needs_is_uploaded() -> None:
     packet = pack(prefill_and_decode())
     header = read_header(packet)
     uploaded = header.uploaded(packet)
-    assert len(uploaded) == len(packet) - 15 - 3 * 2, "neither the header nor the copies of states"
+    assert len(uploaded) == len(packet) - 16 - 3 * 2, "neither the header nor the copies of states"
     on_device, on_host = header.on_device(uploaded), header.on_host(packet)
     for item in dataclasses.fields(on_device):
         assert np.array_equal(getattr(on_device, item.name), getattr(on_host, item.name)), item.name
@@ -159,10 +159,18 @@ def test_a_row_that_asks_for_nothing_more_is_told_of_no_option(options: dict) ->
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:
     packet = pack(ScheduledBatch(decode=[sequence_in_row(4, [1]), sequence_in_row(1, [1])]))
-    assert packet.tolist() == [0, 0, 0, 0, 6, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
+    assert packet.tolist() == [0, 0, 0, 0, 6, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 4, 0, 0, 1, 0, 0]
     sections = sections_of(packet)
     assert sections.decode_rows.shape == (2, 3)
-    assert [view.shape for view in views(sections) if view is not sections.decode_rows] == [(0, 1)] * 9
+    assert [view.shape for view in views(sections) if view is not sections.decode_rows] == [(0, 1)] * 10
+
+
+def test_rows_of_several_tokens_tell_how_many_and_what_is_proposed() -> None:
+    seqs = [sequence_in_row(row, [1]) for row in (4, 1, 2)]
+    batch = ScheduledBatch(decode=seqs, num_tokens=3, proposals=[[7, 8], [], [9]])
+    header, sections = read_header(pack(batch)), sections_of(pack(batch))
+    assert sections.proposals[:, 0].tolist() == [3, 7, 8, 1, 0, 0, 2, 9, 0]
+    assert header.num_uploaded == 3 * 3 + 3 * 3
 
 
 def test_a_step_that_awaits_masks_says_so_and_is_otherwise_the_same() -> None:

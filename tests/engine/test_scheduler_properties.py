@@ -13,6 +13,7 @@ from nanoinfer.engine.cache_groups.specs import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from nanoinfer.engine.proposer import drawn_one_by_one
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -25,6 +26,7 @@ from tests.engine.helpers import (
     check_invariants,
     completion_alone,
     make_sequence,
+    next_token,
 )
 
 VOCAB_SIZE = 2  # so few that prompts share prefixes, and completions meet prompts
@@ -61,6 +63,28 @@ def windows_of_tables(specs: tuple[CacheGroupSpec, ...]) -> tuple[int | None, ..
     )
 
 
+class RandomProposer:
+    """Proposes what sequences go on with, sometimes up to a wrong token."""
+
+    max_num_tokens = 6
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+
+    def propose(self, seqs: list[Sequence]) -> list[list[int]]:
+        return [self.of(seq) for seq in seqs]
+
+    def of(self, seq: Sequence) -> list[int]:
+        token_ids = [*seq.token_ids]
+        for _ in range(self.random.randint(0, self.max_num_tokens)):
+            token_ids.append(next_token(token_ids, VOCAB_SIZE, seq.identity))
+        proposed = token_ids[len(seq.token_ids) :]
+        if proposed and self.random.random() < 0.4:
+            wrong = self.random.randrange(len(proposed))
+            proposed[wrong] = 1 - proposed[wrong]
+        return proposed
+
+
 class History:
     """An engine of random options without a model; after each event everything that can be checked is checked."""
 
@@ -69,6 +93,7 @@ class History:
         num_blocks, block_size = random.randint(2, 24), random.randint(1, 6)
         hash_function = random.choice([xxhash.xxh64_intdigest, always_seven])
         max_num_seqs, max_num_batched_tokens = random.randint(1, 6), random.randint(1, 16)
+        max_row_tokens = random.choice([2, 4, 7]) if kind == "proposals" else 1
         specs = draw_specs(random, kind)
         windows = windows_of_tables(specs)
         has_states = any(isinstance(spec, RecurrentStateSpec) for spec in specs)
@@ -81,7 +106,7 @@ class History:
             not any(windows) or has_states or random.random() < 0.8,
             specs,
             max_num_seqs=max_num_seqs,
-            max_chunk_tokens=max_num_batched_tokens,
+            max_chunk_tokens=max(max_num_batched_tokens, max_row_tokens),
             hash_function=hash_function,
             min_copied_tokens=1 if has_states else random.choice([1, 1, 2, 100]),
         )
@@ -99,14 +124,16 @@ class History:
             stop_token_ids=frozenset({STOP_TOKEN_ID}),
             reserved_tokens=random.randint(0, 4),
             max_prefix_sharers=random.choice([0, 2, 3, 64]),
+            max_row_tokens=max_row_tokens,
         )
         self.scheduler.min_awaited_tokens = random.choice([1, 3, 1000])
         self.scheduler.min_awaited_in_all = random.choice([1, 8])
         self.scheduler.sharer_finder.min_saved_tokens = random.choice([0, 2 * block_size])
         self.device = FakeDevice(block_size, VOCAB_SIZE, has_states, windows, max_num_seqs + 1)
+        self.proposer = RandomProposer(random) if kind == "proposals" else None
         self.identities = [None]
         self.may_be_nan = 0.0  # how often a row that samples is NaN
-        if kind == "mixed":
+        if kind in ("mixed", "proposals"):
             self.identities = random.choice([[None], [None, 1], [1, 2]])
             self.may_be_nan = random.choice([0.0, 0.01])
         self.overlap = random.random() < 0.5  # a step is scheduled and run before the last one's tokens are collected
@@ -184,7 +211,7 @@ class History:
 
     def step(self, fails: bool = False) -> None:
         in_flight = bool(self.in_flight)
-        batch = self.scheduler.schedule(in_flight)
+        batch = self.scheduler.schedule(in_flight, self.proposer)
         assert in_flight or bool(batch) != self.scheduler.is_finished()
         check_batch(self.scheduler, batch, in_flight)
         steps = [batch, *(batch for batch, _ in self.in_flight)]
@@ -213,6 +240,8 @@ class History:
             self.seen["rows given on"] += bool(ending and batch.admitted)
             self.seen["rows given on in steps that fail"] += bool(ending) and fails
             self.seen["failures"] += fails
+            self.seen["several tokens a row"] += batch.num_tokens > 1
+            self.seen["several tokens a row in steps that fail"] += batch.num_tokens > 1 and fails
             self.in_flight.append((batch, None if fails else token_ids))
         self.collect_all_but(1 if batch and self.overlap else 0)
 
@@ -226,7 +255,8 @@ class History:
                     self.resumed |= {seq.seq_id for batch in batches for seq in self.seqs_of(batch)}
                 self.in_flight.clear()
                 return
-            for seq in self.scheduler.update(*self.in_flight.pop(0)):
+            parts = drawn_one_by_one(*self.in_flight.pop(0))
+            for seq in [seq for *drawn, _ in parts for seq in self.scheduler.update(*drawn)]:
                 token_ids, reason = completion_alone(seq, self.scheduler, VOCAB_SIZE)
                 if seq.finish_reason == "error":
                     assert self.may_be_nan
@@ -263,7 +293,7 @@ class History:
 
 
 @pytest.mark.parametrize("num_histories", [60, pytest.param(8000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["plain", "hybrid", "windows", "mixed"])
+@pytest.mark.parametrize("kind", ["plain", "hybrid", "windows", "mixed", "proposals"])
 def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(kind: str, num_histories: int) -> None:
     """Histories of 5 to 400 steps each; the seed of one that fails is in the error."""
     seen: Counter[str] = Counter()
@@ -287,9 +317,10 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(ki
         "copies",
     )
     wanted += ("paused", "resumed with its blocks", "resumed without blocks")
-    wanted += ("states kept", "states restored") if kind in ("hybrid", "mixed") else ()
+    wanted += ("states kept", "states restored") if kind in ("hybrid", "mixed", "proposals") else ()
     wanted += ("rows given on",) if kind != "hybrid" else ()
-    wanted += ("NaN",) if kind == "mixed" else ()
-    least = num_steps / (400 if kind == "mixed" else 250)
+    wanted += ("NaN",) if kind in ("mixed", "proposals") else ()
+    wanted += ("several tokens a row",) if kind == "proposals" else ()
+    least = num_steps / {"mixed": 400, "proposals": 1000}.get(kind, 250)
     assert all(seen[event] >= least for event in wanted), f"the histories are too tame: {seen}"
     assert kind == "hybrid" or seen["rows given on in steps that fail"] > 0, f"the histories are too tame: {seen}"

@@ -1,0 +1,91 @@
+"""Decode rows of several tokens: the newest one, and tokens that a proposer expects to follow it.
+
+A decode step computes the proposals after the newest token, and draws a token after each: with the noise of its own
+position, so that it is the one that single steps would draw if the proposals before it are right. It counts if they are
+what was drawn there. So the tokens are those of single steps, whoever proposes. A wrong proposal costs time and leaves
+no trace: what it wrote lies behind the known tokens, and is written again.
+
+A proposer has to know all tokens of a sequence, so a decode step waits until the step before it is collected. Proposals
+take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected one by one, as if a step of its
+own had drawn each. So whatever ends a sequence, or is told of tokens, knows of single steps alone.
+"""
+
+import collections.abc as abc
+from collections.abc import Iterator, Mapping
+from itertools import compress
+from typing import Protocol
+
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.prefix_sharers import split_sharers
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.stopping import NOT_COUNTED
+
+
+class Proposer(Protocol):
+    """Expects what sequences go on with."""
+
+    max_num_tokens: int  # the most tokens that it proposes for a sequence: the engine's memory is sized by it
+
+    def propose(self, seqs: list[Sequence]) -> abc.Sequence[abc.Sequence[int]]:
+        """Return the ids of the tokens that each sequence may go on with, maybe none. All its tokens are known."""
+
+
+def add_proposals(
+    batch: ScheduledBatch,
+    proposed: Mapping[Sequence, abc.Sequence[int]],
+    max_row_tokens: int,
+    manager: BlockManager,
+    max_prefix_sharers: int,
+) -> None:
+    """Have the rows of a decode step compute what is proposed for them, as far as there is room for it.
+
+    The step has been scheduled with one token a row. max_row_tokens: the most that the runner takes.
+    max_prefix_sharers: the most rows of one token that read a shared prefix at once.
+    """
+    batch.proposals = [_take(batch, seq, proposed[seq][: max_row_tokens - 1], manager) for seq in batch.decode]
+    batch.num_tokens = num_tokens = 1 + max(map(len, batch.proposals), default=0)
+    if num_tokens > 1:
+        batch.prefix_sharers = split_sharers(batch.prefix_sharers, max_prefix_sharers // num_tokens)
+
+
+def _take(batch: ScheduledBatch, seq: Sequence, ids: abc.Sequence[int], manager: BlockManager) -> abc.Sequence[int]:
+    """Have a row compute these ids, too, if they can count and have blocks; return those that it computes."""
+    ids = ids[: seq.stopping.max_num_tokens - len(seq.token_ids) - 1]
+    num_tokens = 1 + (len(ids) if seq.constraint is None else seq.constraint.num_allowed(ids))
+    first = seq.num_computed_tokens = seq.num_computed_tokens - 1  # where the row's first token goes
+    if first + num_tokens > seq.num_slots:
+        if not manager.make_room([seq], num_tokens):
+            num_tokens = seq.num_slots - first
+        batch.new_blocks += manager.extend([seq], num_tokens)  # also if there is no room: its window may have moved
+    seq.num_computed_tokens = first + num_tokens
+    return ids[: num_tokens - 1]
+
+
+def drawn_one_by_one(
+    batch: ScheduledBatch, token_ids: list[int]
+) -> Iterator[tuple[ScheduledBatch, list[int], list[bool]]]:
+    """Yield the tokens that a step has drawn, at most one of each sequence at a time, as steps for `Scheduler.update`.
+
+    Each comes with its token ids, and with which of all tokens of the step are in it and wanted: those of sequences
+    that were still running. If rows have several tokens, all first ones come first, then those second ones that count,
+    and so on. What has finished with a token gets none of the later ones.
+    """
+    num_tokens = batch.num_tokens
+    if num_tokens == 1:
+        yield batch, token_ids, [seq.status is SequenceStatus.RUNNING for seq in batch.sampled]
+        return
+    sampled = [seq for seq in batch.sampled for _ in range(num_tokens)]
+    for row, seq in enumerate(batch.decode):
+        num_counted = num_tokens - token_ids[row * num_tokens : (row + 1) * num_tokens].count(NOT_COUNTED)
+        seq.num_computed_tokens = len(seq.token_ids) - 1 + num_counted
+        seq.num_pending_tokens = 0
+    for token in range(num_tokens):
+        wanted = [
+            index % num_tokens == token and token_id != NOT_COUNTED and seq.status is SequenceStatus.RUNNING
+            for index, (seq, token_id) in enumerate(zip(sampled, token_ids, strict=True))
+        ]
+        seqs = [*compress(sampled, wanted)]
+        for seq in seqs:
+            seq.num_pending_tokens = 1
+        yield ScheduledBatch(decode=seqs, sampled=seqs), [*compress(token_ids, wanted)], wanted
