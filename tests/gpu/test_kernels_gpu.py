@@ -20,7 +20,14 @@ from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.block_tables.spec import copy_tokens, read_rows
 from nanoinfer.ops.filter_threshold.spec import thresholds
-from nanoinfer.ops.gumbel_max.spec import best_candidates, sample, sample_and_append
+from nanoinfer.ops.gumbel_max.spec import (
+    best_candidates,
+    enter_counted,
+    line_tables,
+    sample,
+    sample_and_append,
+    sample_at,
+)
 from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store
 from nanoinfer.ops.logits.spec import cap_logits, forbid_tokens, logit_statistics
 from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
@@ -563,6 +570,37 @@ def test_sampling_equals_its_specification(vocab_size: int) -> None:
         expected = sample(logits.to(dtype), *arguments)
         assert torch.equal(actual[::4], logits.to(dtype)[::4].argmax(1).int())
         assert (actual == expected).float().mean() > 0.98  # logarithms differ in the last bit: near ties may flip
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 8])
+def test_lines_are_drawn_at_their_positions_and_counted_as_the_specification_says(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    temperatures, seeds, lens = random_draws(100)
+    lens = lens.int()
+    rows, counts = torch.randperm(100, device="cuda")[:64], torch.randint(1, num_tokens + 1, (64,), device="cuda").int()
+    arguments = rows, counts, num_tokens, temperatures, seeds, lens
+    tables, expected = line_tables(*arguments), line_tables.__wrapped__(*arguments)
+    for mine, theirs in zip(tables, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    logits = (3 * randn(64 * num_tokens, 151936)).bfloat16()
+    logits[num_tokens + 1] = torch.nan
+    ids = sample_at(logits, None, *tables)
+    drawn = tables.rows >= 0
+    assert torch.equal((ids >= 0), drawn & logits.isfinite().all(1))
+    single = sample_by_kernel(logits[drawn], *(part[drawn] for part in tables[1:]))
+    assert torch.equal(ids[drawn], single), "a line is drawn as a row of its own is"
+    drawn_ids = ids.view(64, num_tokens)
+    proposals = drawn_ids[:, :-1].clamp(min=0)
+    proposals[::2, torch.randint(0, num_tokens - 1, (32,))] += 1
+    results = []
+    for function in (enter_counted, enter_counted.__wrapped__):
+        token_ids, context_lens = torch.zeros(100, 1000 + num_tokens, device="cuda").int(), lens % 1000
+        num_counted = torch.zeros(100, device="cuda").int()
+        counted = function(drawn_ids, proposals, counts, rows, token_ids, context_lens, num_counted)
+        results.append((counted, token_ids, context_lens, num_counted))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert 1 < results[0][3][rows].float().mean() < num_tokens
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
