@@ -252,7 +252,8 @@ class Setup:
         if config.enable_return_routed_experts and model_config.moe is not None:
             sizes_of_table = limits.num_blocks, block_size, self.device, kv_cache.id_strides[0]
             routing_table = RoutingTable(model_config.moe, *sizes_of_table)
-        state = DeviceState(buffers, kv_cache, tables, sampler, pooler, routing_table)
+        row_states = [*sampler.states, pooler]
+        state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_step_threads(model, self.device))
 
     def describe(self, kv_cache: KVCache) -> str:
