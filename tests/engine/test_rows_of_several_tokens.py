@@ -92,7 +92,9 @@ def test_tokens_and_log_probabilities_are_those_of_single_steps(
     architecture: str, folders: Callable[[str], Path]
 ) -> None:
     """Over block borders and windows, with options of all kinds."""
-    plain, metrics = compare(folders(architecture), draw_prompts(), PARAMS)
+    # States are sums over all tokens, which single steps add in another order.
+    tolerance = 2e-5 if architecture.startswith(("Qwen3_5", "Qwen3Next")) else 1e-5
+    plain, metrics = compare(folders(architecture), draw_prompts(), PARAMS, tolerance)
     assert metrics.decode_tokens == plain.decode_tokens
     assert metrics.num_decode_steps < plain.num_decode_steps
 
@@ -318,7 +320,7 @@ def test_routed_experts_are_those_of_the_tokens_that_count(folders: Callable[[st
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3_5ForCausalLM"])
 def test_two_ranks_draw_the_same(architecture: str, folders: Callable[[str], Path]) -> None:
-    compare(folders(architecture), draw_prompts(), PARAMS, tensor_parallel_size=2)
+    compare(folders(architecture), draw_prompts(), PARAMS, 2e-5, tensor_parallel_size=2)
 
 
 def test_states_go_on_in_steps_without_proposals_and_begin_anew_after_sleep(two: tuple[LLM, LLM]) -> None:
@@ -334,7 +336,7 @@ def test_states_go_on_in_steps_without_proposals_and_begin_anew_after_sleep(two:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(proposer, "propose", sometimes)
-            assert_same_answers(llm.generate(draw_prompts(), PARAMS, use_tqdm=False), expected)
+            assert_same_answers(llm.generate(draw_prompts(), PARAMS, use_tqdm=False), expected, 2e-5)
         for one in two:
             one.sleep()
             one.wake_up()
