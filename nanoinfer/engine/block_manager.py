@@ -11,7 +11,7 @@ a shared prefix is the part worth keeping.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, count, islice
 
 import xxhash
 
@@ -58,15 +58,15 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         tables = [spec for spec in specs if not isinstance(spec, RecurrentStateSpec)]
-        self._has_windows = any(spec.window for spec in tables)
-        self.num_blocks = num_blocks - self._has_windows  # entries of tables that are cleared point to page 0
+        has_windows = any(spec.window for spec in tables)
+        self.num_blocks = num_blocks - has_windows  # entries of tables that are cleared point to page 0
         self.num_tables = num_tables(specs)
         self.keeps_all = isinstance(specs[0], FullAttentionSpec)  # whether `block_table` has the blocks of all tokens
         num_states = num_snapshots(specs) if enable_prefix_caching else 0
         self.pool = BlockPool(
             num_blocks,
             block_size,
-            first_block=int(self._has_windows),
+            first_block=int(has_windows),
             first_holds_all=self.keeps_all,
             hash_function=hash_function,
             min_copied_tokens=1 if num_states else min_copied_tokens,
@@ -78,12 +78,15 @@ class BlockManager:
             offsets = range(first, first + spec.num_tables * num_rows, num_rows)
             first = offsets.stop
             self.attention.append(AttentionGroup(self.pool, index, offsets, spec.window, max_chunk_tokens))
+        self._windows = [group for group in self.attention if group.window]
+        self._num_full_tables = self.num_tables - sum(group.num_tables for group in self._windows)
         self.groups: list[CacheGroup] = [*self.attention]
         self.states: StateGroup | None = None
         if num_states:
             self.states = StateGroup(self.pool, max_num_seqs, num_states, copies_blocks=bool(tables))
             self.groups.append(self.states)
             self.pool.forget = self.states.snapshots.drop_children
+        self._trimming = [group for group in self.groups if group not in self.attention or group in self._windows]
 
     @property
     def num_free_blocks(self) -> int:
@@ -131,16 +134,20 @@ class BlockManager:
 
     def find_cached_prefix(self, seq: Sequence) -> Hit:
         """Return the longest prefix of `seq` that every group remembers; it may be empty."""
-        if not self.enable_prefix_caching:
-            return Hit()
-        hit, length = Hit(self.pool.find_chain(seq)), None
-        while length != len(hit.entries):
-            length = len(hit.entries)
-            hit.source, hit.num_copied = self.pool.copies.find(*self.pool.next_block(seq, hit.entries))
-            for group in self.groups:
+        entries, length = self.pool.find_chain(seq) if self.enable_prefix_caching else [], None
+        hit = Hit(entries)
+        while length != len(entries) and self.enable_prefix_caching:
+            length = len(entries)
+            hit.next_block = self.pool.next_block(seq, entries)
+            hit.source, hit.num_common = self.pool.copies.find(*hit.next_block)
+            hit.num_copied = hit.num_common if hit.source else 0
+            for group in self._trimming:
                 group.trim(seq, hit)
         if hit.source and hit.snapshot and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
-            return Hit()  # its own blocks may be all that there are, and then there is none to copy from
+            # Its own blocks may be all that there are, and then there is none to copy from.
+            entries.clear()
+            hit.source, hit.num_copied, hit.snapshot = None, 0, None
+        hit.columns = [group.needed_of(entries) for group in self.attention]
         return hit
 
     def num_found_later(self, seq: Sequence, hit: Hit) -> int:
@@ -149,33 +156,35 @@ class BlockManager:
             return 0
         if self.states is not None:
             return self.states.num_found_later(seq, hit)
-        return self.pool.copies.num_found_later(*self.pool.next_block(seq, hit.entries))
+        return self.pool.copies.num_found_later(*hit.next_block, hit.num_common)
 
     def num_blocks_to_allocate(self, seq: Sequence, hit: Hit) -> int:
         """Return how many free blocks an admitted sequence takes: new ones, and cached ones that no sequence uses."""
-        if hit.snapshot is None:
-            hit = Hit(hit.entries)  # what only saves time is copied only if there is room left for the source
-        return self._cost(seq, hit)
+        # What only saves time is copied only if there is room left for the source.
+        num_blocks = self.pool.num_idle(hit.source.columns) if hit.source and hit.snapshot else 0
+        for group in self.attention:
+            num_blocks += group.cost(seq, hit)
+        return num_blocks
 
     def allocate(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
         """Give `seq` what it has found, and blocks for all its tokens, except in windows: there chunks take their own.
 
         Return the copies that the step has to begin with. Their sources are held until they are given to `release`.
         """
-        assert not self.holds(seq), f"sequence {seq.seq_id} already holds blocks"
-        is_tight = (
-            self.num_free_blocks < self._max_blocks(seq.num_tokens) + self.num_tables
-        )  # else the source has room in any case
-        if is_tight and hit.snapshot is None and self._cost(seq, hit) > self.num_free_blocks:
-            hit = Hit(hit.entries)
+        assert seq not in self._holding, f"sequence {seq.seq_id} already holds blocks"
+        if hit.source and hit.snapshot is None:
+            num_idle = self.pool.num_idle(hit.source.columns)
+            if num_idle and self.num_blocks_to_allocate(seq, hit) + num_idle > self.num_free_blocks:
+                hit.source, hit.num_copied = None, 0
         self._holding.add(seq)
-        seq.prefix_serials.extend(entry.serial for entry in hit.entries)
-        self.pool.retain(seq.prefix_serials)
-        for group in self.groups:
-            group.hold(seq, hit)
+        if hit.entries or hit.source:  # all that is found is held before anything new is taken
+            seq.prefix_serials += [entry.serial for entry in hit.entries]
+            self.pool.retain(seq.prefix_serials)
+            sources = hit.source.columns if hit.source else []
+            self.pool.hold(chain.from_iterable(filter(None, chain(*hit.columns, sources))))
         seq.num_computed_tokens = len(hit.entries) * self.block_size + hit.num_copied
         copies = [copy for group in self.groups for copy in group.admit(seq, hit)]
-        num_slots = seq.num_computed_tokens if self._has_windows else seq.num_tokens
+        num_slots = seq.num_computed_tokens if self._windows else seq.num_tokens
         seq.num_slots = self.pool.num_blocks_for(num_slots) * self.block_size
         return copies
 
@@ -188,9 +197,9 @@ class BlockManager:
 
         num_tokens: how many each of them is about to compute.
         """
-        if self._has_windows:
+        if self._windows:
             for seq in seqs:
-                for group in self.attention:
+                for group in self._windows:
                     group.leave_window(seq)
         if len(seqs) * self.num_tables * self.pool.num_blocks_for(num_tokens) <= self.num_free_blocks:
             return True
@@ -210,7 +219,10 @@ class BlockManager:
 
     def num_growing_tables(self, seq: Sequence) -> int:
         """Return how many blocks a sequence takes for a block of tokens."""
-        return sum(group.num_growing_tables(seq) for group in self.attention)
+        num_tables = self._num_full_tables
+        for group in self._windows:
+            num_tables += group.num_growing_tables(seq)
+        return num_tables
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk that could compute the tokens before `end` is to end."""
@@ -226,11 +238,16 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else self.pool.root_of(seq)
-        for index in range(len(seq.prefix_serials), num_computed // self.block_size):
+        first, (end, num_last) = len(seq.prefix_serials), divmod(num_computed, self.block_size)
+        columns_of_groups = []
+        for group in self.attention:
+            columns_of_groups.append(group.columns_from(seq, first))
+        blocks = zip(count(first), *columns_of_groups, strict=False)  # the index of each, and its columns
+        for index, *columns in islice(blocks, end - first):
             entry = self.pool.find(seq, index, parent_serial)
-            columns = [group.held[seq].columns.get(index) for group in self.attention]
             if entry is None:
-                entry = self.pool.add(parent_serial, *seq.prefix_hashes[index], columns)
+                key, tokens = seq.prefix_hashes[index]
+                entry = self.pool.add(parent_serial, key, tokens, columns)
             elif None in entry.columns:
                 self.pool.attach(entry, columns)
             parent_serial = entry.serial
@@ -239,10 +256,9 @@ class BlockManager:
                 self.pool.retain((parent_serial,))
         if self.states is not None:
             with_last |= self.states.note(seq, num_computed, ends)
-        index, num_last = divmod(num_computed, self.block_size)
         # A block without an entry before it cannot be found.
-        if with_last and index == len(seq.prefix_serials) and num_last >= self.pool.copies.min_tokens:
-            columns = [group.held[seq].columns.get(index) for group in self.attention]
+        if with_last and end == len(seq.prefix_serials) and num_last >= self.pool.copies.min_tokens:
+            _, *columns = next(blocks)
             if any(columns):
                 tokens = seq.token_ids[num_computed - num_last : num_computed].tobytes()
                 self.pool.add(parent_serial, None, tokens, columns)
@@ -264,8 +280,8 @@ class BlockManager:
             self.reset_prefix_cache()
         elif self.holds(seq):
             index = start // self.block_size
-            pages = chain.from_iterable(group.pages_from(seq, index) for group in self.attention)
-            self.pool.evict(pages, seq.prefix_serials[index:])
+            columns = [column for group in self.attention for column in group.columns_from(seq, index)]
+            self.pool.evict(chain.from_iterable(filter(None, columns)), seq.prefix_serials[index:])
 
     def holds(self, seq: Sequence) -> bool:
         """Return whether a sequence holds its blocks."""
@@ -298,6 +314,3 @@ class BlockManager:
 
     def _max_blocks(self, num_tokens: int) -> int:
         return sum(group.max_blocks(num_tokens) for group in self.attention)
-
-    def _cost(self, seq: Sequence, hit: Hit) -> int:
-        return sum(group.cost(seq, hit) for group in self.attention)

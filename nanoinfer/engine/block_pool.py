@@ -76,7 +76,7 @@ class BlockPool:
 
     # Pages.
 
-    def take(self, num_pages: int) -> Column:
+    def take(self, num_pages: int) -> list[int]:
         """Hand out free pages."""
         taken = []
         for _ in range(num_pages):
@@ -87,7 +87,7 @@ class BlockPool:
                 self._lose(block.entry, block_id)
             block.ref_count = 1
             taken.append(block_id)
-        return tuple(taken)
+        return taken
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Let one user more have these pages."""
@@ -109,9 +109,9 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
         self.num_frees += 1
 
-    def num_idle(self, columns: Iterable[Column]) -> int:
-        """Return how many of these columns nobody uses."""
-        return sum([self.blocks[column[0]].ref_count == 0 for column in columns])
+    def num_idle(self, columns: Iterable[Column | None]) -> int:
+        """Return how many pages of these columns nobody uses."""
+        return sum([len(column) for column in columns if column and self.blocks[column[0]].ref_count == 0])
 
     # Entries.
 
@@ -159,33 +159,33 @@ class BlockPool:
         """
         entry = None
         for column in columns:
-            if column is not None and entry is None:
+            if column and entry is None:
                 entry = self.blocks[column[0]].entry
         if entry is None:
-            entry = CacheEntry(next(self._serials), parent_serial, [None] * len(columns))
+            entry = CacheEntry(next(self._serials), parent_serial, [None] * len(columns), key, tokens)
             self._entries[entry.serial] = entry
             if self.counts_uses:
                 self.retain((parent_serial,))
         else:
             self.copies.remove_new(entry)
+            entry.hash, entry.tokens = key, tokens
         if key is not None:
             if key in self._full:  # a collision, or an entry whose parent was evicted: the newest one stays
                 self.remove(self._full[key])
             self._full[key] = entry
-        entry.hash, entry.tokens = key, tokens
         self.attach(entry, columns)
         return entry
 
     def attach(self, entry: CacheEntry, columns: list[Column | None]) -> None:
         """Give an entry those of these columns that it lacks. Later steps can copy it if it has all."""
         for group, column in enumerate(columns):
-            if column is not None and entry.columns[group] is None:
-                older = self.blocks[column[0]].entry
-                if older is not None:
-                    self._detach(older, group)
-                entry.columns[group] = column
+            if column and entry.columns[group] is None:
                 for block_id in column:
-                    self.blocks[block_id].entry = entry
+                    block = self.blocks[block_id]
+                    if block.entry is not None:
+                        self._detach(block.entry, group)
+                    block.entry = entry
+                entry.columns[group] = column
                 if self.counts_uses:
                     self.retain((entry.serial,))
         if None not in entry.columns:
@@ -233,7 +233,7 @@ class BlockPool:
             del self._full[entry.hash]
         self.copies.remove(entry)
         for group in range(len(entry.columns)):
-            self._detach(entry, group)
+            self._drop_column(entry, group)
         if self.forget is not None:
             self.forget(entry)
 
@@ -242,20 +242,20 @@ class BlockPool:
         for group, column in enumerate(entry.columns):
             if column is not None and block_id in column:
                 if group == 0 and not self.counts_uses:
-                    self.remove(entry)
+                    self._remove(entry)
                 else:
                     self._detach(entry, group)
                 return
 
     def _detach(self, entry: CacheEntry, group: int) -> None:
-        column = entry.columns[group]
-        if column is None:
-            return
-        entry.columns[group] = None
-        for block_id in column:
+        """Take a group's column from its entry, which can be found without it, and not be copied."""
+        self.copies.remove(entry)
+        self._drop_column(entry, group)
+        self.release((entry.serial,))
+
+    def _drop_column(self, entry: CacheEntry, group: int) -> None:
+        for block_id in entry.columns[group] or ():
             self.blocks[block_id].entry = None
             if block_id in self._free:
                 self._free.move_to_end(block_id, last=False)
-        self.copies.remove(entry)
-        if self.counts_uses:
-            self.release((entry.serial,))
+        entry.columns[group] = None

@@ -97,7 +97,7 @@ def found_block_ids(manager: BlockManager, seq: Sequence) -> list[int]:
 
 def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> list[int]:
     """Give `seq` its blocks and compute all its tokens; return the ids of the blocks found in the cache."""
-    hit = manager.find_cached_prefix(seq) if use_cache else Hit()
+    hit = manager.find_cached_prefix(seq) if use_cache else Hit(columns=[[]])
     found = [column[0] for entry in hit.entries if (column := entry.columns[0])]
     manager.allocate(seq, hit)
     seq.num_computed_tokens = seq.num_tokens
@@ -342,17 +342,16 @@ def check_invariants(
         for group in tables:
             held = group.held[seq]
             assert held.end * manager.block_size >= seq.num_computed_tokens
-            assert [*held.columns] == [*range(held.first, held.end)]
-            for index, column in held.columns.items():
+            for index, column in enumerate(held.columns, held.first):
                 for place, block_id in enumerate(column):
                     text = seq.identity, seq.token_ids[: (index + 1) * manager.block_size]
                     users[block_id].append((group.index, place, index, *text))
             if group.window is None:
-                assert [column[0] for column in held.columns.values()] == seq.block_table
+                assert [column[0] for column in held.columns] == seq.block_table
     for group in tables:
         assert {*group.held} == {*holding}
         for held in group.held.values():
-            assert len(held.columns) <= group._max_columns, "it holds blocks that its window has left"
+            assert len(held.columns) * group.num_tables <= group._max_pages, "it holds blocks that its window has left"
     for texts in users.values():
         assert all(text == texts[0] for text in texts), "a block is shared by different texts"
     assert manager.num_used_blocks == len(users.keys() | {copy.source for copy in copies})

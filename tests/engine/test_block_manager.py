@@ -29,8 +29,8 @@ class CountingHash:
 def test_a_sequence_gets_blocks_for_all_its_tokens(num_tokens: int, num_blocks: int) -> None:
     manager = BlockManager(num_blocks=3, block_size=4)
     seq = make_sequence(0, [1] * num_tokens)
-    assert manager.num_blocks_to_allocate(seq, Hit()) == num_blocks
-    manager.allocate(seq, Hit())
+    assert manager.num_blocks_to_allocate(seq, Hit(columns=[[]])) == num_blocks
+    manager.allocate(seq, Hit(columns=[[]]))
     assert seq.block_table == list(range(num_blocks))
 
 
@@ -106,7 +106,7 @@ def test_blocks_without_an_entry_are_reused_before_cached_ones() -> None:
     manager.free(full)
     manager.free(partial)  # last, and still before block 0
     other = make_sequence(2, [7, 8, 9])
-    manager.allocate(other, Hit())
+    manager.allocate(other, Hit(columns=[[]]))
     assert set(other.block_table) == {1, 2}
     assert found_block_ids(manager, make_sequence(3, [1, 2, 3])) == [0]
 
@@ -117,7 +117,7 @@ def test_the_tail_of_a_sequence_is_reused_before_its_head() -> None:
     prefill(manager, seq)
     manager.free(seq)
     other = make_sequence(1, [9] * 5)
-    manager.allocate(other, Hit())
+    manager.allocate(other, Hit(columns=[[]]))
     assert other.block_table == [3, 2, 1]
     assert found_block_ids(manager, make_sequence(2, [1, 2, 3, 4, 5])) == [0]
 
@@ -131,7 +131,7 @@ def test_of_the_cached_blocks_the_least_recently_used_goes_first() -> None:
         manager.free(seq)
     prefill(manager, older)  # used again: now the other one is the least recently used
     manager.free(older)
-    manager.allocate(make_sequence(2, [9] * 5), Hit())
+    manager.allocate(make_sequence(2, [9] * 5), Hit(columns=[[]]))
     assert found_block_ids(manager, make_sequence(3, [1, 2, 0])) == [0]
     assert found_block_ids(manager, make_sequence(4, [3, 4, 0])) == []
 
@@ -185,7 +185,7 @@ def test_a_prompt_seen_before_still_computes_its_last_token(num_tokens: int, num
 def test_a_block_is_cached_once_it_is_computed_and_not_before() -> None:
     manager = BlockManager(num_blocks=8, block_size=2)
     seq, equal = make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3, 4, 5])
-    manager.allocate(seq, Hit())
+    manager.allocate(seq, Hit(columns=[[]]))
     assert found_block_ids(manager, equal) == []
     seq.num_computed_tokens = 3
     manager.cache_blocks(seq, seq.num_computed_tokens)
@@ -326,7 +326,7 @@ def test_blocks_are_neither_given_nor_freed_twice() -> None:
     seq = make_sequence(0, [1, 2, 3])
     prefill(manager, seq)
     with pytest.raises(AssertionError, match="sequence 0 already holds blocks"):
-        manager.allocate(seq, Hit())
+        manager.allocate(seq, Hit(columns=[[]]))
     block_id = seq.block_table[0]
     manager.free(seq)
     manager.free(seq)
@@ -411,7 +411,7 @@ def test_a_source_is_not_handed_out_before_it_is_released() -> None:
     assert manager.num_free_blocks == 1
     manager.free(second)
     other = make_sequence(2, [5] * 8)
-    manager.allocate(other, Hit())
+    manager.allocate(other, Hit(columns=[[]]))
     assert copy.source not in other.block_table
     before = manager.num_frees
     manager.release([copy])

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nanoinfer.engine.cache_groups.partial_hits import CacheEntry
+from nanoinfer.engine.cache_groups.partial_hits import CacheEntry, Column
 from nanoinfer.engine.cache_groups.state_snapshots import Snapshot
 from nanoinfer.engine.scheduled_batch import BlockCopy
 from nanoinfer.engine.sequence import Sequence
@@ -13,11 +13,17 @@ from nanoinfer.engine.sequence import Sequence
 class Hit:
     """What a sequence finds in the prefix cache.
 
-    entries: of its first full blocks, which it shares. source: begins with the `num_copied` tokens after them, which
-    are copied. snapshot: the states after all these tokens, if the model has states and a prefix is found.
+    entries: of its first full blocks, which it shares. next_block: the serial number that the entry of the block after
+    them hangs under, and the tokens of this block that may come from the cache. num_common: how many of these tokens
+    another cached block begins with. source: the entry of that block, if they are enough to be copied; num_copied: how
+    many are. snapshot: the states after all these tokens, if the model has states and a prefix is found. columns: by
+    group with block tables, those that the tokens after the hit need.
     """
 
     entries: list[CacheEntry] = field(default_factory=list)
+    next_block: tuple[int, bytes] = (0, b"")
+    num_common: int = 0
+    columns: list[list[Column]] = field(default_factory=list)
     source: CacheEntry | None = None
     num_copied: int = 0
     snapshot: Snapshot | None = None
@@ -29,11 +35,8 @@ class CacheGroup(Protocol):
     def trim(self, seq: Sequence, hit: Hit) -> None:
         """Shorten a hit to what this group remembers too. The manager asks all groups until none shortens it more."""
 
-    def hold(self, seq: Sequence, hit: Hit) -> None:
-        """Hold what a sequence has found and needs. No group takes new blocks before all have done so."""
-
     def admit(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
-        """Give a sequence what it begins with beside what it has found; return the copies that its step begins with."""
+        """Give a sequence what it begins with; return the copies that its step begins with. Hit pages are held."""
 
     def free(self, seq: Sequence) -> None:
         """Take back all that a sequence holds; it may hold nothing."""

@@ -59,12 +59,14 @@ class PartialHits:
 
     def start_step(self) -> None:
         for parent_serial, items in self._new.items():
-            for item in items:
-                tokens, _, entry = item
+            for tokens, _, entry in items:
                 if entry.copyable:
                     _remove(self._siblings, entry, entry.copyable)
-                insort(self._siblings[parent_serial], item)
                 entry.copyable = tokens
+            siblings = self._siblings.setdefault(parent_serial, items)
+            if siblings is not items:
+                for item in items:
+                    insort(siblings, item)
         self._new.clear()
 
     def add(self, entry: CacheEntry) -> None:
@@ -76,25 +78,24 @@ class PartialHits:
         _remove(self._new, entry, entry.tokens)
 
     def remove(self, entry: CacheEntry) -> None:
-        if self._new:
+        if entry.parent_serial in self._new:
             self.remove_new(entry)
         if entry.copyable:
             _remove(self._siblings, entry, entry.copyable)
             entry.copyable = b""
 
     def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
-        """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many."""
-        entry, num_tokens = _longest(self._siblings.get(parent_serial), tokens)
-        return (entry, num_tokens) if num_tokens >= self.min_tokens else (None, 0)
+        """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many.
 
-    def num_found_later(self, parent_serial: int, tokens: bytes) -> int:
-        """Return how many more of these tokens are there from the next step on."""
-        new = self._new.get(parent_serial)
-        if not new:
-            return 0
-        _, num_found = _longest(self._siblings.get(parent_serial), tokens)
-        entry, num_later = _longest(new, tokens, above=num_found)
-        return num_later - num_found if entry else 0
+        The entry is None if these are too few to be copied.
+        """
+        entry, num_tokens = _longest(self._siblings.get(parent_serial), tokens)
+        return entry if num_tokens >= self.min_tokens else None, num_tokens
+
+    def num_found_later(self, parent_serial: int, tokens: bytes, num_found: int) -> int:
+        """Return how many of these tokens are there from the next step on, beyond those that `find` finds now."""
+        _, num_later = _longest(self._new.get(parent_serial), tokens, above=num_found)
+        return num_later - num_found
 
 
 class PassedOver:
@@ -120,8 +121,9 @@ class PassedOver:
 
 def _remove(by_parent: defaultdict[int, Siblings], entry: CacheEntry, tokens: bytes) -> None:
     """Take out an entry that lies there under these tokens, if it does."""
-    siblings, item = by_parent.get(entry.parent_serial), (tokens, entry.serial, entry)
+    siblings = by_parent.get(entry.parent_serial)
     if siblings:
+        item = tokens, entry.serial, entry
         index = bisect_left(siblings, item)
         if siblings[index : index + 1] == [item]:
             del siblings[index]

@@ -56,11 +56,9 @@ class StateGroup(CacheGroup):
         num_found = len(hit.snapshot.text) if hit.snapshot else 0
         return max(0, self.snapshots.find_later(seq, seq.max_cached_tokens) - num_found)
 
-    def hold(self, seq: Sequence, hit: Hit) -> None:
+    def admit(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
         if hit.snapshot is not None:
             self.snapshots.restore(hit.snapshot, seq)
-
-    def admit(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
         self._plan(seq, seq.num_computed_tokens)
         return []
 
@@ -94,7 +92,7 @@ class StateGroup(CacheGroup):
     def _ends_at_snapshot(self, seq: Sequence, hit: Hit) -> bool:
         """Have a hit of these entries end at the longest snapshot after them, if there is any."""
         hit.source, hit.num_copied, hit.snapshot = None, 0, None
-        parent_serial, tokens = self._pool.next_block(seq, hit.entries)
+        hit.next_block = parent_serial, tokens = self._pool.next_block(seq, hit.entries)
         for snapshot in self.snapshots.find(parent_serial, tokens):
             source, num_tail = None, len(snapshot.tail) // 4
             if num_tail and self._copies_blocks:
