@@ -96,11 +96,19 @@ class LLMEngine(Engine):
         """Have the scheduler queue the samples of a request."""
         params = prepared.sampling_params
         request = Request(request_id, prepared.prompt, [], to)
-        ids, priority, identity = prepared.token_ids, prepared.priority, identity_of(params)
+        identity = identity_of(params)
         for sample in range(params.n):
-            seed = seed_of(params, self.config.seed, request_id, sample)
-            of_sample = seed, priority, request_id, sample, identity
-            seq = Sequence(self._num_sequences, ids, params, *of_sample, packed_ids=prepared.packed_ids)
+            seq = Sequence(
+                seq_id=self._num_sequences,
+                prompt_token_ids=prepared.token_ids,
+                sampling_params=params,
+                seed=seed_of(params, self.config.seed, request_id, sample),
+                priority=prepared.priority,
+                request_id=request_id,
+                sample=sample,
+                identity=identity,
+                packed_ids=prepared.packed_ids,
+            )
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
             request.completions.append(Completion(seq, self.tokenizer, to))
@@ -189,7 +197,8 @@ class LLMEngine(Engine):
         )
 
     def _listen(self) -> None:
-        if (self.events is SILENT) == bool(self._callbacks):
+        is_listening = self.events is not SILENT
+        if is_listening != bool(self._callbacks):
             self.events = self._new_listener(self.scheduler) if self._callbacks else SILENT
             self.scheduler.listener = self.events
 

@@ -10,7 +10,6 @@ A sample of a request ends for one of these reasons:
 """
 
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from nanoinfer.engine.engine import Recipient
@@ -145,7 +144,7 @@ class Request:
                 return None
             outputs.append(completion.output)
         first = self.completions[0]  # the first to run
-        num_later = max(map(len, map(attrgetter("token_ids"), outputs))) - 1
+        num_later = max(len(completion.token_ids) for completion in outputs) - 1
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

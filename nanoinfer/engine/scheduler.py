@@ -82,7 +82,8 @@ class Scheduler:
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
-        max_prefix_sharers *= block_manager.keeps_all  # others have no blocks that stay the same
+        if not block_manager.keeps_all:  # no blocks of a sequence stay the same
+            max_prefix_sharers = 0
         self.sharer_finder = SharerFinder(max_prefix_sharers, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks

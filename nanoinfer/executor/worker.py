@@ -118,8 +118,10 @@ def run_command(message: Message, runner: DeviceRunner, reader: RingReader) -> N
         return
     if command == Command.SLEEP:
         runner.sleep(numbers[0])
-    else:
+    elif command == Command.WAKE_UP:
         runner.wake_up({SLEEP_TAGS[number] for number in numbers})
+    else:
+        raise AssertionError(f"no worker knows command {command}")
     barrier(runner)
 
 

@@ -63,10 +63,10 @@ def num_blocks_in(free_bytes: int, page_bytes: int, least: int, block_size: int)
     """Return how many pages of so many bytes fit into `free_bytes`. Raises ConfigError where fewer than `least` do."""
     if free_bytes < page_bytes * least:
         raise ConfigError(
-            f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and one block of {block_size} tokens takes "
-            f"{page_bytes / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens or "
-            "max_num_seqs, free the memory that other programs hold (and if one is just starting, wait for it), or use "
-            "a smaller model or kvcache_block_size"
+            f"{max(free_bytes, 0) / GIB:.2f} GiB are left for the KV cache, and blocks of {block_size} tokens take "
+            f"at least {page_bytes * least / GIB:.2g} GiB; raise gpu_memory_utilization, lower max_num_batched_tokens "
+            "or max_num_seqs, free the memory that other programs hold (and if one is just starting, wait for it), or "
+            "use a smaller model or kvcache_block_size"
         )
     return free_bytes // page_bytes
 

@@ -1,8 +1,8 @@
-"""The part of the engine that touches the device: it launches steps, samples their tokens, and waits for these.
+"""The part of the engine that touches the device: it launches steps and samples their tokens.
 
 It knows nothing of requests: a packet comes in, token ids go out. A step is two launches, `launch` for the forward pass
 and `sample` for the tokens, so that the host can still decide in between which tokens a row may draw. Neither waits for
-the device, except where a CUDA graph is captured; `wait` does, usually while the next step runs.
+the device, except where a CUDA graph is captured. `DeviceRunner.wait` does, usually while the next step runs.
 
 How the model gets to the device, sleeps and wakes up is in `device_runner.py`.
 """

@@ -127,8 +127,8 @@ class Sampler:
             raw = {index for index in grammars.by_line if self._logprobs.wants_raw(host_rows[index])}
             grammars.forbid_in_place(logits, first_id, spared=raw)
             functions, token_sets = UserFunctions(masks, self.tp), TokenSets(masks.token_sets, self._mask_sender)
-            of_step = {Grammars: grammars, UserFunctions: functions, TokenSets: token_sets}
-            processors = [(of_step | self._of_rows)[kind] for kind in ORDER]
+            by_kind = self._of_rows | {Grammars: grammars, UserFunctions: functions, TokenSets: token_sets}
+            processors = [by_kind[kind] for kind in ORDER]
             masked, errors = functions.by_line.keys() | token_sets.by_line.keys(), functions.errors
         copied_rows = set().union(*self._copied_rows)
         if not (copied_rows or masked):

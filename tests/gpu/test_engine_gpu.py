@@ -562,5 +562,5 @@ def test_a_construction_that_fails_gives_the_gpus_memory_back(
 
 
 def test_too_little_memory_for_a_block_is_an_error_with_the_figures(random_checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match="left for the KV cache, and one block of 256 tokens takes"):
+    with pytest.raises(ValueError, match="left for the KV cache, and blocks of 256 tokens take"):
         LLM(random_checkpoint(), dtype="bfloat16", gpu_memory_utilization=1e-5)
