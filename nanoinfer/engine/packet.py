@@ -176,10 +176,8 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
 
 def _proposals(batch: ScheduledBatch) -> NDArray[np.int32]:
     """Return how many tokens each decode row has, and the ids of the proposals among them, then zeros."""
-    rows = np.zeros((len(batch.decode), batch.num_tokens), np.int32)
-    for row, ids in zip(rows, batch.proposals, strict=True):
-        row[0], row[1 : 1 + len(ids)] = 1 + len(ids), ids
-    return rows.ravel()
+    rows = [[1 + len(ids), *ids, *[0] * (batch.num_tokens - 1 - len(ids))] for ids in batch.proposals]
+    return np.array(rows, np.int32).ravel()
 
 
 def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:

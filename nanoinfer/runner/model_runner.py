@@ -100,7 +100,7 @@ class ModelRunner:
         proposals = None
         if header.counts["proposals"]:
             proposals = Proposals.read(on_host, on_device)
-            self.state.tables.propose(rows.long(), proposals.token_ids)
+            proposals.enter(rows.long(), self.state.tables.token_ids, self.state.tables.context_lens)
             batch = batch._replace(num_tokens=proposals.num_tokens, num_row_tokens=proposals.num_row_tokens)
         elif self.state.tables.recurrent_states is not None:
             self.state.tables.recurrent_states.flush(rows)  # steps of one token a row know of nothing pending

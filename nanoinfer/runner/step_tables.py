@@ -106,15 +106,6 @@ class StepTables:
             more_attention=more,
         )
 
-    def propose(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Enter proposals after the known tokens of rows, where the step finds them; they do not count as known.
-
-        rows: (num_rows,) int64. token_ids: (num_rows, num_proposals) int32; what is beyond the table is of no row.
-        """
-        places = torch.arange(token_ids.shape[1], device=rows.device)
-        columns = (self.context_lens[rows].unsqueeze(1) + places).clamp(max=self.token_ids.shape[1] - 1)
-        self.token_ids[rows.unsqueeze(1), columns] = token_ids
-
     def decode_step(self, batch: DecodeBatch) -> ForwardStep:
         """Return the step that computes the newest token of each row, and maybe some that follow it in `token_ids`."""
         tables, block_size = (batch.rows, self.token_ids, self.context_lens), self.kv_cache.block_size

@@ -7,6 +7,7 @@ of single steps: they count, and `enter_counted` enters them.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanoinfer.engine.packet import DeviceSections, HostSections
@@ -36,6 +37,15 @@ class Proposals(NamedTuple):
     def num_tokens(self) -> int:
         """How many lines of logits every row has; those that are not its own are padding."""
         return self.token_ids.shape[1] + 1
+
+    def enter(self, rows: Tensor, token_ids: Tensor, context_lens: Tensor) -> None:
+        """Enter proposals after the known tokens of rows, where the step finds them; they do not count as known.
+
+        rows: (num_rows,) int64. token_ids and context_lens: the tables. What lies beyond them is none of a row's own.
+        """
+        places = torch.arange(self.token_ids.shape[1], device=rows.device)
+        columns = (context_lens[rows].unsqueeze(1) + places).clamp(max=token_ids.shape[1] - 1)
+        token_ids[rows.unsqueeze(1), columns] = self.token_ids
 
     def rows_of_lines(self, host_rows: list[int]) -> list[int]:
         """Return the row of each line of a step, given those of the step."""
