@@ -34,13 +34,20 @@ class RowOption:
         return None if value == self.neutral else value
 
 
-def option(default: Any, check: Callable[[str, Any], Any], row: RowOption | None = None, hashed: bool = True) -> Any:
+def option(
+    default: Any,
+    check: Callable[[str, Any], Any],
+    row: RowOption | None = None,
+    hashed: bool = True,
+    is_of_prefix: bool = False,
+) -> Any:
     """Declare an option.
 
     check: returns the value to keep, given the option's name and its value. row: how a row is told of it, if the
-    sampler is to know. hashed: whether its values can be hashed.
+    sampler is to know. hashed: whether its values can be hashed. is_of_prefix: whether the keys and values of a prompt
+    depend on it, so that prefixes are shared only among requests with equal values; these are hashed.
     """
-    return field(default=default, hash=hashed, metadata={"check": check, "row": row})
+    return field(default=default, hash=hashed, metadata={"check": check, "row": row, "is_of_prefix": is_of_prefix})
 
 
 def real(default: float, is_in_range: Callable[[Any], bool], rule: str, remedy: str, row: Any = None) -> Any:

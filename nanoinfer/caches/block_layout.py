@@ -73,6 +73,11 @@ class KVLayout(BlockLayout):
         return LayerCache(*tensors)
 
 
+def select_layout(config: BaseModelConfig, tp: TensorParallel) -> BlockLayout:
+    """Return what the layers with attention of a model keep of each token."""
+    return KVLayout.of(config, tp)
+
+
 def select_kv_cache_dtype(requested: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of the cache that `requested` names; "auto" is the model's own, `dtype`. Raises ConfigError."""
     if requested == "auto":

@@ -12,7 +12,7 @@ from math import ceil
 from sys import maxsize
 from typing import NamedTuple
 
-from nanoinfer.caches.block_layout import BlockLayout, KVLayout
+from nanoinfer.caches.block_layout import BlockLayout, select_layout
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
@@ -64,7 +64,7 @@ class CacheGroups(NamedTuple):
     @classmethod
     def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "CacheGroups":
         """Return the groups of a model whose sequences have so many tokens at most."""
-        layout = KVLayout.of(config, tp)
+        layout = select_layout(config, tp)
         if config.is_encoder:  # nothing is kept when a layer is computed, so all layers share the memory of one
             return cls((TableLayout(None, PageLayout((layout,))),), (LayerPlace(),) * len(config.windows))
         layers = [

@@ -20,7 +20,7 @@ class Found(ABC):
         """Give it to the requests, once it has come to the host.
 
         requests: a Request by id; dropped ones are missing. wanted: for each of the step's tokens, whether its sequence
-        was still running, and whether it counts if tokens were proposed.
+        was still running. Called once for each token of a row, with those that count.
         """
 
 
@@ -29,15 +29,18 @@ class SampleLogprobs(Found):
     """Log-probabilities of drawn tokens.
 
     batch_indices: which of the step's tokens. logprobs: `LogprobsTensors`. num_tokens: how many tokens of each sequence
-    the step draws, those of the first sequence first.
+    the step draws, those of the first sequence first. positions: the log-probabilities by token, once they have come.
     """
 
     batch_indices: list[int]
     logprobs: Any
     num_tokens: int = 1
+    positions: list[Any] | None = None
 
     def collected(self, batch: Any, requests: Mapping[int, Any], wanted: list[bool]) -> None:
-        for batch_idx, entry in zip(self.batch_indices, self.logprobs.to_positions(), strict=True):
+        if self.positions is None:
+            self.positions = self.logprobs.to_positions()
+        for batch_idx, entry in zip(self.batch_indices, self.positions, strict=True):
             seq = batch.sampled[batch_idx // self.num_tokens]
             params = seq.sampling_params
             num_others = params.num_logprobs

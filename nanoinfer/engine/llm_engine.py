@@ -17,6 +17,7 @@ from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, S
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.proposer import Proposer, drawn_one_by_one
 from nanoinfer.engine.request import Completion, Request
+from nanoinfer.engine.row_options import identity_of
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
@@ -95,10 +96,11 @@ class LLMEngine(Engine):
         """Have the scheduler queue the samples of a request."""
         params = prepared.sampling_params
         request = Request(request_id, prepared.prompt, [], to)
-        ids, packed, priority = prepared.token_ids, prepared.packed_ids, prepared.priority
+        ids, priority, identity = prepared.token_ids, prepared.priority, identity_of(params)
         for sample in range(params.n):
             seed = seed_of(params, self.config.seed, request_id, sample)
-            seq = Sequence(self._num_sequences, ids, params, seed, priority, request_id, sample, packed_ids=packed)
+            of_sample = seed, priority, request_id, sample, identity
+            seq = Sequence(self._num_sequences, ids, params, *of_sample, packed_ids=prepared.packed_ids)
             seq.constraint = prepared.constraint.start() if prepared.constraint else None
             self._num_sequences += 1
             request.completions.append(Completion(seq, self.tokenizer, to))

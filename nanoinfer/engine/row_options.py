@@ -5,7 +5,7 @@ gives a sequence its row carries the values of those options that ask for someth
 back as an `AskingRow`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import fields
 from operator import attrgetter
 from struct import pack, unpack
@@ -25,6 +25,8 @@ OF_SEQUENCES = {"hidden_states_request": HIDDEN_STATES}  # by their fields of Se
 ROW_OPTIONS = OF_PARAMS | OF_SEQUENCES
 NAMES, OPTIONS = [*ROW_OPTIONS], [*ROW_OPTIONS.values()]
 INDICES = {name: index for index, name in enumerate(NAMES)}
+
+PREFIX_OPTIONS = [item.name for item in fields(SamplingParams) if item.metadata.get("is_of_prefix")]
 
 _read_options = attrgetter(*(f"sampling_params.{name}" for name in OF_PARAMS), *OF_SEQUENCES)
 NOTHING_ASKED = _read_options(Sequence(0, [0], SamplingParams()))
@@ -48,6 +50,12 @@ class AskingRow(NamedTuple):
     num_tokens: int
     num_prompt_tokens: int
     asked: dict[str, Any]
+
+
+def identity_of(params: SamplingParams) -> Hashable:
+    """Return what keys, values and states of a request depend on beside its tokens; None for its tokens alone."""
+    given = tuple((name, value) for name in PREFIX_OPTIONS if (value := getattr(params, name)) is not None)
+    return given or None
 
 
 def asked_options(seq: Sequence) -> dict[str, Any]:

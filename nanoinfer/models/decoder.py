@@ -186,7 +186,8 @@ class DecoderLayer(Layer):
             self.linear_attn = DecoderLinearAttention(config, index_of_kind, spec.interleaves_linear, tp)
         else:
             place = groups.places[index_of_kind]
-            self.self_attn = DecoderAttention(config, spec, place, window, rotary_emb, backends, tp)
+            attention = spec.attention or DecoderAttention
+            self.self_attn: DecoderAttention = attention(config, spec, place, window, rotary_emb, backends, tp)
         of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +37,8 @@ class DecoderSpec:
     has_sinks: whether each query head has a sink, see `AttentionSpec`.
     has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
     interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
+    attention: the class of a layer's attention, called as `DecoderAttention`, and with its attributes `input_format`
+    and `o_proj`, `project` and `attend`; None for `DecoderAttention`.
     norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
     products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
     """
@@ -51,6 +54,7 @@ class DecoderSpec:
     has_sinks: bool = field(default=False, metadata=ALL_WAYS)
     has_gates: bool = False
     interleaves_linear: bool = field(default=False, metadata=ALL_WAYS)
+    attention: Callable[..., Any] | None = None
     norm: type[RMSNorm] = field(default=RMSNorm, metadata=IN_PIECES)
     embedding: type[VocabParallelEmbedding] = field(default=VocabParallelEmbedding, metadata=ALL_WAYS)
     activation: Callable[[Tensor, RowFormat | None], Activations] = field(default=silu_and_mul, metadata=IN_PIECES)

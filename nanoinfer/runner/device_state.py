@@ -1,5 +1,6 @@
 """What a runner holds on its device beside the weights: sleeping frees it, and waking up makes it anew."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler
 from nanoinfer.runner.step_tables import StepTables
-from nanoinfer.sampling.row_state import admit_rows
+from nanoinfer.sampling.row_state import RowState, admit_rows
 from nanoinfer.sampling.sampler import Sampler
 
 
@@ -31,7 +32,8 @@ class StepBuffers:
 class DeviceState:
     """The buffers of steps, the cache, and what is remembered of its rows.
 
-    routing_table: None unless it is asked for. decode_graphs: None without CUDA graphs, and until they are captured.
+    row_states: all that serves options of rows: of the sampler, and the pooler. routing_table: None unless it is asked
+    for. decode_graphs: None without CUDA graphs, and until they are captured.
     """
 
     buffers: StepBuffers
@@ -39,6 +41,7 @@ class DeviceState:
     tables: StepTables
     sampler: Sampler
     pooler: Pooler
+    row_states: Sequence[RowState]
     routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = field(default=None)
 
@@ -47,7 +50,7 @@ class DeviceState:
         self.tables.update(header, on_device)
         if header.counts["row_records"]:
             self.sampler.admit(on_device)
-            admit_rows((*self.sampler.states, self.pooler), on_host)
+            admit_rows(self.row_states, on_host)
         if header.counts["block_copies"]:
             self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:

@@ -244,14 +244,16 @@ class Setup:
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         num_counted = None if states is None or states.pending is None else states.pending.num_counted
-        lines = num_counted, limits.max_row_tokens
-        sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, self.tp, mode, *lines)
+        sampler = Sampler(
+            tables.token_ids, tables.context_lens, vocab_size, self.tp, mode, num_counted, limits.max_row_tokens
+        )
         pooler = Pooler(model, self.pooling, dense)
         routing_table = None
         if config.enable_return_routed_experts and model_config.moe is not None:
             sizes_of_table = limits.num_blocks, block_size, self.device, kv_cache.id_strides[0]
             routing_table = RoutingTable(model_config.moe, *sizes_of_table)
-        state = DeviceState(buffers, kv_cache, tables, sampler, pooler, routing_table)
+        row_states = [*sampler.states, pooler]
+        state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_step_threads(model, self.device))
 
     def describe(self, kv_cache: KVCache) -> str:

@@ -16,7 +16,6 @@ from nanoinfer.engine.packet import RowRecord, StateCopy, join_sections, read_he
 from nanoinfer.layers.attention.metadata import DecodeMetadata
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet
 from nanoinfer.runner.device_state import DeviceState
-from nanoinfer.sampling.row_state import RowState
 
 CPU = torch.device("cpu")
 LAYOUT = StateLayout(
@@ -58,8 +57,8 @@ def test_a_row_may_be_kept_and_given_to_another_sequence_in_one_step() -> None:
     packet = join_sections(sections, num_prefill_tokens=0, num_samples=0, num_blocks=0)
     header = read_header(packet)
     tables: Any = SimpleNamespace(recurrent_states=states, update=lambda *_: None)
-    sampler: Any = SimpleNamespace(admit=lambda *_: None, states=())
-    state = DeviceState(None, None, tables, sampler, RowState(), None)  # type: ignore[arg-type]
+    sampler: Any = SimpleNamespace(admit=lambda *_: None)
+    state = DeviceState(None, None, tables, sampler, None, [], None)  # type: ignore[arg-type]
     state.enter(header, header.on_host(packet), header.on_device(torch.from_numpy(header.uploaded(packet))))
     assert torch.equal(states.matrices[:, 2], flushed.matrices[:, 0])
     assert states.pending.num_counted.tolist() == [0, 3, 0]

@@ -174,6 +174,18 @@ def test_a_shared_prefix_is_found_to_the_token_where_prompts_part(
     assert [output.num_cached_tokens for output in again] == [num_found(len(prompt), 16) for prompt in prompts]
 
 
+def test_prefixes_are_shared_within_equal_values_of_an_option_that_they_depend_on(
+    random_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoinfer.engine.row_options.PREFIX_OPTIONS", ["seed"])  # as if keys and values depended on it
+    [prompt] = random_prompts((40,))
+    with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:
+        seeds = None, 1, 2, 1, None, 0
+        params = (SamplingParams(temperature=0, max_tokens=1, seed=seed) for seed in seeds)
+        found = [llm.generate([prompt], one, use_tqdm=False)[0].num_cached_tokens for one in params]
+    assert found == [0, 0, 0, 32, 32, 0]
+
+
 def test_identical_prompts_of_one_step_share_their_blocks(random_checkpoint: Checkpoint) -> None:
     [prompt] = random_prompts((50,))
     with LLM(random_checkpoint(), device="cpu", kvcache_block_size=16) as llm:

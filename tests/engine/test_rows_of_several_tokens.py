@@ -36,6 +36,7 @@ PARAMS = [
     replace(GREEDY, temperature=1.5, stop_token_ids=[*range(0, VOCAB_SIZE, 9)], logprobs=None),
     replace(GREEDY, max_tokens=1),
     replace(GREEDY, max_tokens=2, temperature=1.0),
+    replace(GREEDY, max_tokens=None, temperature=1.0),  # ends at max_model_len
 ]
 
 

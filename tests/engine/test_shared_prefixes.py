@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from nanoinfer.engine.prefix_sharers import MIN_SAVED_TOKENS, PrefixSharers, SharerFinder
+from nanoinfer.engine.prefix_sharers import MIN_SAVED_TOKENS, PrefixSharers, SharerFinder, split_sharers
 from nanoinfer.engine.sequence import Sequence
 from tests.engine.helpers import make_sequence
 
@@ -42,6 +42,14 @@ def test_rows_of_groups_come_first_and_the_others_stay_in_their_order() -> None:
 def test_rows_that_share_nothing_stay_as_they_are() -> None:
     decode = with_tables([9, 1], [3], [7, 2], [5])
     assert arrange(make_prefixes(), decode) == ([0, 1, 2, 3], [])
+
+
+def test_sharers_are_split_and_a_row_that_is_left_over_shares_with_none() -> None:
+    sharers = [PrefixSharers(0, 7, 2), PrefixSharers(7, 2, 5)]
+    assert split_sharers(sharers, 3) == [PrefixSharers(0, 3, 2), PrefixSharers(3, 3, 2), PrefixSharers(7, 2, 5)]
+    assert split_sharers(sharers, 5) == [PrefixSharers(0, 5, 2), PrefixSharers(5, 2, 2), PrefixSharers(7, 2, 5)]
+    assert split_sharers(sharers, 64) == sharers
+    assert split_sharers(sharers, 1) == split_sharers(sharers, 0) == []
 
 
 def test_equal_blocks_after_different_ones_are_not_a_prefix() -> None:

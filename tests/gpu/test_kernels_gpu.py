@@ -446,7 +446,8 @@ def test_several_tokens_a_row_are_as_exact_as_one(
     group_size: int, num_tokens: int, head_dim: int, cache_dtype: torch.dtype | None
 ) -> None:
     layer = replace(on_gpu(group_size, head_dim), scale=head_dim**-0.5, cache_dtype=cache_dtype)
-    lens = torch.randint(1, 2000, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    # No short contexts: a token that attends to itself alone is exact, and only single steps would have such tokens.
+    lens = torch.randint(200, 2000, (16,), generator=torch.Generator().manual_seed(0)).tolist()
     error = relative_error(random_step(layer, lens, num_row_tokens=[num_tokens] * len(lens)))
     assert error < min(4e-3, 1.2 * relative_error(random_step(layer, lens)))
 

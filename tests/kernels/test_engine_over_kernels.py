@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from nanoinfer.layers.attention import triton as triton_backend
 from nanoinfer.ops.decode_attention import triton as decode_kernels
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
-from tests.models.test_architectures import draw_options, save_random_model
+from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
+from tests.proposers import KnownTexts, assert_same_answers, engine_of, proposing_llm
 
 __all__ = ["exact_fp8"]
 pytestmark = [
@@ -72,3 +73,37 @@ def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
     assert not passes
     assert draw(folder, 0, kv_cache_dtype) == expected
     assert len(passes) == 2 * 2, "each decode step, in both layers"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kv_cache_dtype"), [("Qwen3ForCausalLM", "int8"), ("Gemma2ForCausalLM", "auto")]
+)
+def test_rows_of_several_tokens_read_their_prompt_together(
+    architecture: str, kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of several tokens, some with prefixes that are shared, give the tokens of plain attention."""
+    full = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_attention_heads": 4}
+    save_random_model(tmp_path, architecture, draw_options(architecture, 1) | full | {"num_key_value_heads": 2}, seed=1)
+    options = {"kvcache_block_size": 16, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype, "device": "cpu"}
+    alone = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
+    request = [[*range(40)], [*range(9, 49)], [7, 8, 9]], [replace(alone, n=2), replace(alone, n=3), alone]
+    with LLM(tmp_path, num_kvcache_blocks=100, **options) as llm:
+        expected = llm.generate(*request, use_tqdm=False)
+    shares = []
+
+    def note(*args: Any) -> Any:
+        shares.append(args[2])
+        return decode_kernels.shared_prefix_attention(*args)
+
+    monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
+    monkeypatch.setattr(backend_selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
+    with proposing_llm(tmp_path, num_kvcache_blocks=100, **options) as llm:
+        engine = engine_of(llm)
+        engine.scheduler.sharer_finder.min_saved_tokens = 0
+        engine.proposer = KnownTexts(expected, VOCAB_SIZE, share_right=0.8)
+        outputs = llm.generate(*request, use_tqdm=False)
+        metrics = llm.get_metrics()
+    assert_same_answers(outputs, expected)
+    assert shares
+    assert metrics.num_decode_steps < 5

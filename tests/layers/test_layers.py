@@ -19,7 +19,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
-from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, Backend, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -621,6 +621,18 @@ def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_ki
     assert backends.for_layer(windowed, place).spec == windowed
     assert (backends.name, backends.needs_host, backends.max_prefix_sharers) == ("torch", True, 0)
     assert backends.max_row_tokens is None
+
+
+def test_attention_of_another_kind_has_a_say_in_what_steps_may_do() -> None:
+    class OtherBackend(Backend):
+        name, needs_host, max_row_tokens, max_prefix_sharers = "other", False, 4, 0
+
+    backends = AttentionBackends("auto", CPU, torch.float32, block_size=16)
+    other = backends.shared("a spec of another class", LayerPlace(), OtherBackend)
+    assert backends.shared("a spec of another class", LayerPlace(0, 1), OtherBackend) is other
+    assert (backends.name, backends.needs_host, backends.max_row_tokens) == ("other", False, 4)
+    backends.for_layer(FULL, LayerPlace(0, 2))
+    assert (backends.name, backends.needs_host, backends.max_row_tokens) == ("other and torch", True, 4)
 
 
 def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

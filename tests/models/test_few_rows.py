@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from nanoinfer import LLM
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.layernorm import CohereLayerNorm, GemmaRMSNorm, RMSNorm
 from nanoinfer.models import execution, few_rows_layer
-from nanoinfer.models.decoder import DecoderLayer
+from nanoinfer.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.layer_stack import Way
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
@@ -111,10 +114,21 @@ def layer_of(spec: DecoderSpec, **traits: bool) -> Any:
         ({"has_pre_norms": False, "has_post_norms": True}, set()),
         ({"has_parallel_block": True}, set()),
         ({"has_gates": True}, set()),
+        ({"attention": type("ANewAttention", (DecoderAttention,), {})}, set()),
     ],
 )
 def test_layers_that_the_fast_ways_do_not_know_stay_off_them(changes: dict[str, Any], ways: set[Way]) -> None:
     assert layer_of(DecoderSpec(**changes)).ways == ways
+
+
+def test_layers_have_the_attention_that_their_architecture_names() -> None:
+    new = type("ANewAttention", (DecoderAttention,), {})
+    raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+    config = read_native_config({**raw, "num_hidden_layers": 2, "num_attention_heads": 2})
+    backends = AttentionBackends("auto", torch.device("cpu"), torch.float32, block_size=16)
+    for spec, attention in ((DecoderSpec(attention=new), new), (DecoderSpec(), DecoderAttention)):
+        decoder = Decoder(config, spec, 16, backends, TensorParallel())
+        assert [type(layer.mixer) for layer in decoder.layers] == [attention] * 2
 
 
 @pytest.mark.parametrize("norm", [CohereLayerNorm, type("ANewNorm", (RMSNorm,), {})])

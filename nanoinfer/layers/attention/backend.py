@@ -42,15 +42,10 @@ class AttentionSpec:
         return self.num_heads // self.num_kv_heads
 
 
-class AttentionBackend(Protocol):
-    """Computes attention for the layers of one spec. What is not causal comes in prefill alone, and whole.
-
-    Queries and results are (num_tokens, num_heads, head_dim). Keys and values of the step are in the cache already when
-    a method is called.
-    """
+class Backend(Protocol):
+    """Says what steps must know of the attention of some layers, whatever these keep in the cache and compute."""
 
     name: str
-    spec: AttentionSpec
     needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
     max_row_tokens: int | None = None  # the most tokens of a decode row; None for any number
     # The most decode rows of one token that read a shared prefix at once; 0: each reads it. Of k tokens, 1/k as many.
@@ -59,6 +54,16 @@ class AttentionBackend(Protocol):
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
         """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""
         return metadata
+
+
+class AttentionBackend(Backend, Protocol):
+    """Computes attention for the layers of one spec. What is not causal comes in prefill alone, and whole.
+
+    Queries and results are (num_tokens, num_heads, head_dim). Keys and values of the step are in the cache already when
+    a method is called.
+    """
+
+    spec: AttentionSpec
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None

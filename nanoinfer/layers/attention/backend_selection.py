@@ -1,6 +1,8 @@
 """Which attention backend serves a device, a dtype and a kind of layer."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import TypeVar, cast
 
 import torch
 
@@ -8,13 +10,14 @@ from nanoinfer.caches.cache_groups import LayerPlace
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
-from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, TorchBackend
+from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, Backend, TorchBackend
 from nanoinfer.layers.attention.chunked import ChunkedBackend
 from nanoinfer.layers.attention.metadata import MetadataT
 
 FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 64
+BackendT = TypeVar("BackendT", bound=Backend)
 
 
 class AttentionBackends:
@@ -32,18 +35,28 @@ class AttentionBackends:
         self.dtype = dtype
         self.block_size = block_size
         self.in_8_bits = in_8_bits
-        self._backends: dict[AttentionSpec, AttentionBackend] = {}
-        self._places: dict[tuple[int, AttentionSpec], LayerPlace] = {}  # of a layer, by block table and spec
+        self._backends: dict[Hashable, Backend] = {}
+        self._places: dict[tuple[int, Hashable], LayerPlace] = {}  # of a layer, by block table and spec
 
     def for_layer(self, spec: AttentionSpec, place: LayerPlace) -> AttentionBackend:
         """Return the backend of layers like this one. Raises ConfigError where none can serve, with the reason."""
-        self._places.setdefault((place.table, spec), place)
-        if spec not in self._backends:
+
+        def select() -> AttentionBackend:
             options = self.device, self.dtype, replace(spec, chunk=None), self.block_size, self.in_8_bits
             backend = select_backend(self.requested, *options)
-            chunk = spec.chunk
-            self._backends[spec] = ChunkedBackend(spec, chunk, backend, self.block_size) if chunk else backend
-        return self._backends[spec]
+            return ChunkedBackend(spec, spec.chunk, backend, self.block_size) if spec.chunk else backend
+
+        return self.shared(spec, place, select)
+
+    def shared(self, spec: Hashable, place: LayerPlace, select: Callable[[], BackendT]) -> BackendT:
+        """Return the one backend of all layers of this spec, which `select` makes for the first of them.
+
+        Attention of another kind than `AttentionSpec` describes has a spec of a class of its own.
+        """
+        self._places.setdefault((place.table, spec), place)
+        if spec not in self._backends:
+            self._backends[spec] = select()
+        return cast(BackendT, self._backends[spec])
 
     def plan(self, metadata: MetadataT, cache: KVCache, table: int) -> MetadataT:
         """Return `metadata`, that of a block table, with what backends prepare for the table's layers."""
