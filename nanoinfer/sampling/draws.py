@@ -60,8 +60,8 @@ class Draws:
         """Enter the drawn tokens that count, and return all; without proposals the draw has entered them."""
         if proposals is None:
             return token_ids
-        drawn, (_, _, *tables) = token_ids.view(len(rows), -1), self._tables
-        return enter_counted(drawn, proposals.token_ids, proposals.num_row_tokens, rows, *tables, self.num_counted)
+        drawn, tables = token_ids.view(len(rows), -1), (*self._tables[2:], self.num_counted)
+        return enter_counted(drawn, proposals.token_ids, proposals.num_row_tokens, rows, *tables)
 
 
 def sample_and_append_across_ranks(
