@@ -244,8 +244,9 @@ class Setup:
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         vocab_size, mode = model_config.vocab_size, config.logprobs_mode
         num_counted = None if states is None or states.pending is None else states.pending.num_counted
-        lines = num_counted, limits.max_row_tokens
-        sampler = Sampler(tables.token_ids, tables.context_lens, vocab_size, self.tp, mode, *lines)
+        sampler = Sampler(
+            tables.token_ids, tables.context_lens, vocab_size, self.tp, mode, num_counted, limits.max_row_tokens
+        )
         pooler = Pooler(model, self.pooling, dense)
         routing_table = None
         if config.enable_return_routed_experts and model_config.moe is not None:

@@ -21,14 +21,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.found import SampleLogprobs
 from nanoinfer.engine.packet import SECTION_DTYPES, DeviceSections, column
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.ops.gumbel_max.spec import (
-    best_candidates,
-    enter_counted,
-    enter_tokens,
-    line_tables,
-    sample_and_append,
-    sample_at,
-)
+from nanoinfer.sampling.draws import Draws
 from nanoinfer.sampling.filters import Filters
 from nanoinfer.sampling.logit_bias import LogitBias
 from nanoinfer.sampling.logits_processors import NUM_COPIES, ROWS_AT_ONCE, Lines, LogitsProcessor, RowProcessor
@@ -60,8 +53,7 @@ class Sampler:
     token_ids: (rows, max_tokens) int32 and context_lens: (rows,) int32: the tables, which sampling extends. The last
     row is padding. vocab_size: of the whole model; under tensor parallelism each rank has the logits of its shard.
     logprobs_mode: the engine's option. states: all that serves options of rows; `admit_rows` tells it of them.
-    num_counted: (rows,) int32, where it notes how many tokens of each row counted in a step with proposals, for layers
-    with linear attention (`PendingTokens`); None where nothing reads it. max_row_tokens: the most lines of a row.
+    num_counted: as in `Draws`. max_row_tokens: the most lines of a row.
     """
 
     def __init__(
@@ -79,11 +71,11 @@ class Sampler:
         self.context_lens = context_lens
         self.vocab_size = vocab_size
         self.tp = tp
-        self.num_counted = num_counted
         self._max_row_tokens = max_row_tokens
         self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        self._tables = self.temperatures, self.seeds, token_ids, context_lens  # what a draw reads and extends
+        tables = self.temperatures, self.seeds, token_ids, context_lens
+        self._draws = Draws(*tables, num_counted, tp)
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._of_rows = {kind: kind(token_ids, vocab_size) for kind in ORDER if issubclass(kind, RowProcessor)}
         self._filters = Filters(self.temperatures)
@@ -117,7 +109,7 @@ class Sampler:
         """
         lines = Lines(range(len(host_rows)), host_rows, rows, self.context_lens)
         if proposals is not None:
-            lines = self._lines(rows, host_rows, proposals)
+            lines = self._draws.lines(rows, host_rows, proposals)
             host_rows = lines.host_rows
         processors: list[LogitsProcessor] = [*self._of_rows.values()]
         masked: set[int] = set()  # lines that are copied because of masks
@@ -132,7 +124,7 @@ class Sampler:
             masked, errors = functions.by_line.keys() | token_sets.by_line.keys(), functions.errors
         copied_rows = set().union(*self._copied_rows)
         if not (copied_rows or masked):
-            return Sampled(self._enter(self._draw(logits, first_id, lines), rows, proposals), [], errors)
+            return Sampled(self._draws.enter(self._draw(logits, first_id, lines), rows, proposals), [], errors)
         copied = [index for index, row in enumerate(host_rows) if row in copied_rows or index in masked]
         indices = numbers_to_device(copied, self.device)
         token_ids = torch.empty(len(host_rows), dtype=torch.int32, device=self.device)
@@ -147,9 +139,9 @@ class Sampler:
                 if places := processor.places(part):
                     processed = processor.apply(processed, part, places)
             lowest = self._filters.thresholds(processed, part.rows, part.host_rows)
-            token_ids[on_device] = drawn = self._draw_whole(processed, lowest, part)
+            token_ids[on_device] = drawn = self._draws.from_logits(processed, lowest, part)
             logprobs += self._logprobs.read(part, drawn, whole, processed, lowest)
-        return Sampled(self._enter(token_ids, rows, proposals), logprobs, errors)
+        return Sampled(self._draws.enter(token_ids, rows, proposals), logprobs, errors)
 
     @property
     def scratch_bytes(self) -> int:
@@ -158,39 +150,12 @@ class Sampler:
         num_masks = NUM_MASKS * len(self.context_lens) * self._max_row_tokens
         return copies + num_masks * self._mask_sender.num_words * torch.int32.itemsize
 
-    def _lines(self, rows: Tensor, host_rows: list[int], proposals: Proposals) -> Lines:
-        """Return the lines of a step with proposals."""
-        num_tokens, of_rows = proposals.num_tokens, (self.temperatures, self.seeds, self.context_lens)
-        tables = line_tables(rows, proposals.num_row_tokens, num_tokens, *of_rows)
-        host_rows = proposals.rows_of_lines(host_rows)
-        rows = rows.repeat_interleave(num_tokens)
-        return Lines(range(len(host_rows)), host_rows, rows, self.context_lens, num_tokens, tables)
-
     def _draw(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
         """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
         if self.tp.size > 1:
-            return self._draw_across_ranks(logits, first_id, lines)
+            return self._draws.from_shards(logits, first_id, lines)
         lowest = self._filters.thresholds(logits, lines.rows, lines.host_rows) if self._filters.by_row else None
-        return self._draw_whole(logits, lowest, lines)
-
-    def _draw_whole(self, logits: Tensor, lowest: Tensor | None, lines: Lines) -> Tensor:
-        """Draw from logits of the whole vocabulary."""
-        if lines.tables is None:
-            return sample_and_append(logits, lowest, lines.rows, *self._tables)
-        return sample_at(logits, lowest, *lines.tables)
-
-    def _draw_across_ranks(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
-        """Draw from the shards of all ranks."""
-        if lines.tables is None:
-            return sample_and_append_across_ranks(logits, first_id, self.tp, lines.rows, *self._tables)
-        return sample_across_ranks(logits, first_id, self.tp, *lines.tables)
-
-    def _enter(self, token_ids: Tensor, rows: Tensor, proposals: Proposals | None) -> Tensor:
-        """Enter the drawn tokens that count; without proposals, the draw has entered them all."""
-        if proposals is None:
-            return token_ids
-        drawn, tables = token_ids.view(len(rows), -1), (self.token_ids, self.context_lens, self.num_counted)
-        return enter_counted(drawn, proposals.token_ids, proposals.num_row_tokens, rows, *tables)
+        return self._draws.from_logits(logits, lowest, lines)
 
 
 def read_field(sections: DeviceSections, section: str, name: str) -> Tensor:
@@ -199,40 +164,3 @@ def read_field(sections: DeviceSections, section: str, name: str) -> Tensor:
     columns: Tensor = getattr(sections, section)[:, offset // 4 : (offset + kind.itemsize) // 4]
     columns = columns.clone(memory_format=torch.contiguous_format)
     return columns.view(TORCH_DTYPES[kind]).squeeze(1)
-
-
-def sample_and_append_across_ranks(
-    logits: Tensor,
-    first_id: int,
-    tp: TensorParallel,
-    rows: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    token_ids: Tensor,
-    context_lens: Tensor,
-) -> Tensor:
-    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on."""
-    ids = sample_across_ranks(logits, first_id, tp, rows, temperatures, seeds, context_lens)
-    enter_tokens(ids, rows, token_ids, context_lens)
-    return ids
-
-
-def sample_across_ranks(
-    logits: Tensor,
-    first_id: int,
-    tp: TensorParallel,
-    rows: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """Do what `sample_at` does where each rank has the logits of its vocabulary shard, from `first_id` on.
-
-    Each rank draws its best candidate, and the ranks exchange these: all find the same winner. It does not depend on
-    the number of ranks, except for rounding.
-    """
-    scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, positions)
-    gathered = tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_rows)
-    best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
-    ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
-    return torch.where((rows >= 0) & best.isfinite(), ids, -1)

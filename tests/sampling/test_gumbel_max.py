@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.ops.gumbel_max.spec import GROUP_SIZE, best_candidates, exponential, philox, sample, sample_and_append
-from nanoinfer.sampling.sampler import sample_and_append_across_ranks
+from nanoinfer.sampling.draws import sample_and_append_across_ranks
 
 MASK32 = 0xFFFFFFFF
 

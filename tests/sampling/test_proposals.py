@@ -188,8 +188,8 @@ def several_at_once(
             agreeing = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, right, strict=False))
             num_counted = 1 + len([*agreeing])
             assert drawn == right[:num_counted] + [NOT_COUNTED] * (num_tokens - num_counted)
-            assert sampler.num_counted is not None
-            assert sampler.num_counted[row] == num_counted
+            assert sampler._draws.num_counted is not None
+            assert sampler._draws.num_counted[row] == num_counted
             first = NUM_PROMPT_TOKENS + known[row]
             known[row] += num_counted
             assert sampler.context_lens[row] == NUM_PROMPT_TOKENS + known[row]

@@ -412,5 +412,5 @@ def test_a_gpu_draws_what_a_cpu_draws_under_rules_of_all_kinds(dtype: torch.dtyp
 def test_scratch_counts_copies_of_logits_and_masks_of_all_rows() -> None:
     sampler = make_sampler(*[GREEDY] * 9)
     assert sampler.scratch_bytes == NUM_COPIES * ROWS_AT_ONCE * VOCAB_SIZE * 4 + NUM_MASKS * 10 * 4 * 4
-    several = Sampler(*sampler._tables[2:], VOCAB_SIZE, TensorParallel(), max_row_tokens=5)
+    several = Sampler(sampler.token_ids, sampler.context_lens, VOCAB_SIZE, TensorParallel(), max_row_tokens=5)
     assert several.scratch_bytes - sampler.scratch_bytes == 4 * NUM_MASKS * 10 * 4 * 4, "each line of a row has its own"

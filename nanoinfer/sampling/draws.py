@@ -1,0 +1,101 @@
+"""Draws the tokens of lines from their logits, on one rank or on all together, and enters them in the tables."""
+
+import torch
+from torch import Tensor
+
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.ops.gumbel_max.spec import (
+    best_candidates,
+    enter_counted,
+    enter_tokens,
+    line_tables,
+    sample_and_append,
+    sample_at,
+)
+from nanoinfer.sampling.logits_processors import Lines
+from nanoinfer.sampling.proposals import Proposals
+
+
+class Draws:
+    """Draws for the rows of the step tables.
+
+    temperatures, seeds, token_ids, context_lens: the tables of `sample_and_append`. num_counted: (rows,) int32, where a
+    step with proposals leaves how many tokens of each row count, for layers with linear attention (`PendingTokens`);
+    None where nothing reads it.
+    """
+
+    def __init__(
+        self,
+        temperatures: Tensor,
+        seeds: Tensor,
+        token_ids: Tensor,
+        context_lens: Tensor,
+        num_counted: Tensor | None,
+        tp: TensorParallel,
+    ) -> None:
+        self._tables = temperatures, seeds, token_ids, context_lens
+        self.num_counted, self._tp = num_counted, tp
+
+    def lines(self, rows: Tensor, host_rows: list[int], proposals: Proposals) -> Lines:
+        """Return the lines of a step with proposals. rows, host_rows: those of the step."""
+        temperatures, seeds, _, context_lens = self._tables
+        num_tokens = proposals.num_tokens
+        tables = line_tables(rows, proposals.num_row_tokens, num_tokens, temperatures, seeds, context_lens)
+        host_rows, rows = proposals.rows_of_lines(host_rows), rows.repeat_interleave(num_tokens)
+        return Lines(range(len(host_rows)), host_rows, rows, context_lens, num_tokens, tables)
+
+    def from_logits(self, logits: Tensor, lowest: Tensor | None, lines: Lines) -> Tensor:
+        """Draw from logits of the whole vocabulary, none that is below the lowest of its line: (num_lines,) int32."""
+        if lines.tables is None:
+            return sample_and_append(logits, lowest, lines.rows, *self._tables)
+        return sample_at(logits, lowest, *lines.tables)
+
+    def from_shards(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
+        """Draw together with the other ranks: each has the logits of its vocabulary shard, from `first_id` on."""
+        if lines.tables is None:
+            return sample_and_append_across_ranks(logits, first_id, self._tp, lines.rows, *self._tables)
+        return sample_across_ranks(logits, first_id, self._tp, *lines.tables)
+
+    def enter(self, token_ids: Tensor, rows: Tensor, proposals: Proposals | None) -> Tensor:
+        """Enter the drawn tokens that count, and return all; without proposals the draw has entered them."""
+        if proposals is None:
+            return token_ids
+        drawn, tables = token_ids.view(len(rows), -1), (*self._tables[2:], self.num_counted)
+        return enter_counted(drawn, proposals.token_ids, proposals.num_row_tokens, rows, *tables)
+
+
+def sample_and_append_across_ranks(
+    logits: Tensor,
+    first_id: int,
+    tp: TensorParallel,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_ids: Tensor,
+    context_lens: Tensor,
+) -> Tensor:
+    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on."""
+    ids = sample_across_ranks(logits, first_id, tp, rows, temperatures, seeds, context_lens)
+    enter_tokens(ids, rows, token_ids, context_lens)
+    return ids
+
+
+def sample_across_ranks(
+    logits: Tensor,
+    first_id: int,
+    tp: TensorParallel,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Do what `sample_at` does where each rank has the logits of its vocabulary shard, from `first_id` on.
+
+    Each rank draws its best candidate, and the ranks exchange these: all find the same winner. It does not depend on
+    the number of ranks, except for rounding.
+    """
+    scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, positions)
+    gathered = tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_rows)
+    best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
+    ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
+    return torch.where((rows >= 0) & best.isfinite(), ids, -1)
