@@ -21,6 +21,7 @@ from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, Backend, TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
+from nanoinfer.layers.attention.cpu import CpuBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanoinfer.layers.layernorm import RMSNorm
@@ -671,7 +672,7 @@ def test_backends_plan_for_the_layers_of_a_block_table_alone(monkeypatch: pytest
         planned.append((backend.spec, cache))
         return metadata
 
-    monkeypatch.setattr(TorchBackend, "plan", plan)
+    monkeypatch.setattr(CpuBackend, "plan", plan)
     cache: Any = SimpleNamespace(layer=lambda place: place)
     metadata: Any = "metadata"
     assert [backends.plan(metadata, cache, table) for table in range(3)] == [metadata] * 3

@@ -12,6 +12,7 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.chunked import ChunkedBackend
+from nanoinfer.layers.attention.cpu import CpuBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata
 from nanoinfer.ops.decode_attention import spec as decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache
@@ -76,10 +77,11 @@ def context(cache: LayerCache, side: str, block_table: Tensor, length: int) -> T
     return x.transpose(1, 2).flatten(0, 1)[:length]
 
 
+@pytest.mark.parametrize("backend", [TorchBackend, CpuBackend])
 @pytest.mark.parametrize("max_elements", [decode_attention.MAX_GATHERED, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_windows_scales_and_caches_in_8_bits_are_as_written_down(
-    name: str, max_elements: int, monkeypatch: pytest.MonkeyPatch
+    name: str, max_elements: int, backend: type[TorchBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows of a decode step gathered together, and one row at a time; of capped scores, one query at a time."""
     monkeypatch.setattr(decode_attention, "MAX_GATHERED", max_elements)
@@ -89,8 +91,23 @@ def test_windows_scales_and_caches_in_8_bits_are_as_written_down(
     has_context: Tensor | slice = slice(None)
     if isinstance(step.metadata, DecodeMetadata):
         has_context = (step.metadata.context_lens > 0).repeat_interleave(step.metadata.num_tokens)
-    actual, expected = step.run(TorchBackend(step.spec)), naive_attention(step)
+    actual, expected = step.run(backend(step.spec)), naive_attention(step)
     assert_close(actual[has_context], expected[has_context])
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, CpuBackend])
+@pytest.mark.parametrize("lens", [(5, 5, 5), (5, 9, 1)], ids=["equal", "mixed"])
+def test_whole_prompts_equal_those_computed_one_by_one(backend: type[TorchBackend], lens: tuple[int, ...]) -> None:
+    """A CPU computes prompts of equal lengths as a batch."""
+    step = random_step(Layer(), lens, lens)
+    assert_close(step.run(backend(step.spec)), naive_attention(step).float())
+
+
+def test_what_others_left_behind_the_end_of_a_context_is_not_read_on_a_cpu() -> None:
+    """It may be NaN: here all of the cache but the tokens of two rows."""
+    step = random_step(Layer(), [5, 20])
+    assert step.cache.k.isnan().any()
+    assert not step.run(CpuBackend(step.spec)).isnan().any()
 
 
 def test_a_window_of_3_is_a_token_and_the_two_before_it() -> None:

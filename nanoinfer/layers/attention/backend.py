@@ -88,7 +88,6 @@ class TorchBackend(AttentionBackend):
         has_neither = spec.soft_cap is None and not spec.has_sinks
         assert spec.causal or has_neither, "attention to both sides has no caps and no sinks here"
         self.spec = spec
-        self._scratch: list[Tensor] = []
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
@@ -113,4 +112,4 @@ class TorchBackend(AttentionBackend):
         spec = self.spec
         options = spec.scale, spec.window, sinks, spec.soft_cap
         metadata = metadata.with_a_row_for_each_token()
-        return decode_attention(q, cache, metadata.block_tables, metadata.context_lens, *options, self._scratch)
+        return decode_attention(q, cache, metadata.block_tables, metadata.context_lens, *options)

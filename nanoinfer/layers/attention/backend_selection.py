@@ -12,6 +12,7 @@ from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, Backend, TorchBackend
 from nanoinfer.layers.attention.chunked import ChunkedBackend
+from nanoinfer.layers.attention.cpu import CpuBackend
 from nanoinfer.layers.attention.metadata import MetadataT
 
 FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
@@ -107,7 +108,7 @@ def select_backend(
     elif reason := obstacle(requested):
         raise ConfigError(f"attention_backend={requested!r} {reason}, or use attention_backend='auto'")
     if requested == "torch":
-        return TorchBackend(spec)
+        return CpuBackend(spec) if device.type == "cpu" else TorchBackend(spec)
     # What these import is slow to import, or not there.
     if requested == "flash_attn":
         from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend

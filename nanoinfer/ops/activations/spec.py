@@ -36,7 +36,7 @@ def gelu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activa
 
 def _gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor], out_format: RowFormat | None) -> Activations:
     gate, up = gate_up.chunk(2, dim=-1)
-    gated = activation(gate) * up
+    gated = activation(gate).mul_(up)
     return gated if out_format is None else quantize_rows(gated, out_format)
 
 

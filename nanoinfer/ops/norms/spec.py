@@ -23,8 +23,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False, out: 
     """
     wide = x.float()
     wide = wide - wide.mean(dim=-1, keepdim=True) if centres else wide
-    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    normed = (wide.to(weight.dtype) * weight).to(x.dtype)
+    # In place where it can be: to a CPU, new memory costs more than the arithmetic.
+    wide = wide * wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    normed = wide.to(weight.dtype).mul_(weight).to(x.dtype)
     return normed if out is None else out.copy_(normed)
 
 
@@ -48,7 +49,7 @@ def add_rms_norm(
     contiguous. centres: whether the mean of the sum is subtracted before it is normalised.
     """
     if x.dim() > residual.dim():
-        x = x.sum(0)
+        x = x[0] if len(x) == 1 else x.sum(0)
     if other_terms is not None:
         x = x.float() + other_terms.sum(0, dtype=torch.float32)
     if sum_weight is not None:
