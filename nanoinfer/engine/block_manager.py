@@ -103,11 +103,6 @@ class BlockManager:
         return self.pool.num_full_entries
 
     @property
-    def num_frees(self) -> int:
-        """Changes whenever blocks come back: a prompt that did not fit may fit now."""
-        return self.pool.num_frees
-
-    @property
     def num_snapshots(self) -> int:
         """Recurrent states that are kept for prefix hits."""
         return 0 if self.states is None else len(self.states.snapshots)

@@ -52,7 +52,7 @@ class BlockPool:
         self.block_size = block_size
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.copies = PartialHits(min_copied_tokens)
-        self.num_frees = 0  # changes whenever pages come back
+        self.num_frees = 0  # changes whenever pages come back: a prompt that did not fit may fit now
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first_block, num_blocks))  # in order of reuse
         self._full: dict[int, CacheEntry] = {}  # entries of full blocks, by hash
         self._entries: dict[int, CacheEntry] = {}  # all entries, by serial number

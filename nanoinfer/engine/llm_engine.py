@@ -96,7 +96,6 @@ class LLMEngine(Engine):
         """Have the scheduler queue the samples of a request."""
         params = prepared.sampling_params
         request = Request(request_id, prepared.prompt, [], to)
-        identity = identity_of(params)
         for sample in range(params.n):
             seq = Sequence(
                 seq_id=self._num_sequences,
@@ -106,7 +105,7 @@ class LLMEngine(Engine):
                 priority=prepared.priority,
                 request_id=request_id,
                 sample=sample,
-                identity=identity,
+                identity=identity_of(params),
                 packed_ids=prepared.packed_ids,
             )
             seq.constraint = prepared.constraint.start() if prepared.constraint else None

@@ -138,11 +138,9 @@ class Request:
 
     def output(self) -> RequestOutput | None:
         """Return what its user gets, once all its samples have finished."""
-        outputs: list[CompletionOutput] = []
-        for completion in self.completions:
-            if completion.output is None:
-                return None
-            outputs.append(completion.output)
+        outputs = [completion.output for completion in self.completions if completion.output is not None]
+        if len(outputs) < len(self.completions):
+            return None
         first = self.completions[0]  # the first to run
         num_later = max(len(completion.token_ids) for completion in outputs) - 1
         output = RequestOutput(

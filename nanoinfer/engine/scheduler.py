@@ -82,9 +82,8 @@ class Scheduler:
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
-        if not block_manager.keeps_all:  # no blocks of a sequence stay the same
-            max_prefix_sharers = 0
-        self.sharer_finder = SharerFinder(max_prefix_sharers, block_manager.block_size)
+        num_sharers = max_prefix_sharers if block_manager.keeps_all else 0  # else no blocks of a sequence stay the same
+        self.sharer_finder = SharerFinder(num_sharers, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
         self.num_preemptions = 0
@@ -305,7 +304,7 @@ class Scheduler:
             seq = self._waiting[0][1]
             if self.whole_prompts and seq.num_tokens > budget:
                 break  # it is the first of the next step; a shorter one behind it may not overtake
-            if self.running and self._blocked_head == (seq.seq_id, manager.num_frees):
+            if self.running and self._blocked_head == (seq.seq_id, manager.pool.num_frees):
                 break  # no blocks came back since it did not fit, so looking it up again would find the same
             hit = manager.find_cached_prefix(seq)
             num_later = manager.num_found_later(seq, hit)
@@ -384,7 +383,7 @@ class Scheduler:
         reserve = -(-growth // manager.block_size) if self.running else 0
         while manager.num_blocks_to_allocate(seq, hit) + reserve > manager.num_free_blocks:
             if not self.reclaim():
-                self._blocked_head = (seq.seq_id, manager.num_frees)
+                self._blocked_head = (seq.seq_id, manager.pool.num_frees)
                 return False
         heapq.heappop(self._waiting)
         manager.dequeue(seq)

@@ -264,5 +264,5 @@ def test_attention_reads_what_was_stored_for_the_smaller_of_two_sizes(dtype: tor
         slots = table[0, positions // 16].long() * 16 + positions % 16
         store_keys_values(k, v, cache.layer(place), slots)
         lens = torch.tensor([20], dtype=torch.int32)
-        results.append(decode_attention(q, cache.layer(place), table, lens, 0.5, None, None, None, []))
+        results.append(decode_attention(q, cache.layer(place), table, lens, 0.5))
     assert torch.equal(*results)

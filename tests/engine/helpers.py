@@ -342,6 +342,7 @@ def check_invariants(
         for group in tables:
             held = group.held[seq]
             assert held.end * manager.block_size >= seq.num_computed_tokens
+            assert len(held.columns) == held.end - held.first
             for index, column in enumerate(held.columns, held.first):
                 for place, block_id in enumerate(column):
                     text = seq.identity, seq.token_ids[: (index + 1) * manager.block_size]

@@ -60,10 +60,10 @@ def test_a_shared_block_is_freed_only_after_its_last_user() -> None:
     assert manager.num_free_blocks == 0
     manager.free(first)
     assert manager.num_free_blocks == 1, "block 0 is still the second's"
-    before = manager.num_frees
+    before = manager.pool.num_frees
     manager.free(second)
     assert manager.num_free_blocks == 3
-    assert manager.num_frees > before, "who waits for blocks notices"
+    assert manager.pool.num_frees > before, "who waits for blocks notices"
     third = make_sequence(2, [1, 2, 3, 4, 5])
     assert manager.num_blocks_to_allocate(third, manager.find_cached_prefix(third)) == 2, "an idle block is a free one"
 
@@ -413,10 +413,10 @@ def test_a_source_is_not_handed_out_before_it_is_released() -> None:
     other = make_sequence(2, [5] * 8)
     manager.allocate(other, Hit(columns=[[]]))
     assert copy.source not in other.block_table
-    before = manager.num_frees
+    before = manager.pool.num_frees
     manager.release([copy])
     assert manager.num_free_blocks == 1
-    assert manager.num_frees > before, "who waits for blocks notices"
+    assert manager.pool.num_frees > before, "who waits for blocks notices"
 
 
 def test_a_source_that_must_be_handed_out_itself_is_not_copied() -> None:
