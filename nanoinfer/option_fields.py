@@ -15,15 +15,13 @@ MAX_BIAS = 1e30  # a logit stays finite with it, in float32
 
 @dataclass(frozen=True, slots=True)
 class RowOption:
-    """Says how a packet carries an option to the row of a sequence that asks for something by it.
+    """Says what the row of a sequence is told by an option: a number, or several.
 
-    dtype: of the value, as NumPy writes it: "i4", "f4", or "i4,f4" for pairs. is_list: whether the value is a list of
-    these. neutral: the value that asks for nothing; None does, too. derive: returns the value, given the parameters and
-    the engine's `Sequence`; without it, the value is the field of the parameters.
+    neutral: the value that asks for nothing; None does, too. derive: returns the value, a number or a list of them,
+    given the parameters and the engine's `Sequence`; without it, the value is the field of the parameters. A packet
+    carries float64, so whole numbers come back as floats.
     """
 
-    dtype: str
-    is_list: bool = False
     neutral: float | None = None
     derive: Callable[[Any, Any], Any] | None = None
 

@@ -48,12 +48,12 @@ FOREIGN_NAMES: Foreigners = {
 
 
 def _penalty() -> Any:
-    return real(0.0, lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none", RowOption("f4", neutral=0.0))
+    return real(0.0, lambda value: -2 <= value <= 2, "between -2 and 2", "use 0 for none", RowOption(neutral=0.0))
 
 
-def _filter(dtype: str, neutral: float, derive: Callable[[Any], float]) -> RowOption:
+def _filter(neutral: float, derive: Callable[[Any], float]) -> RowOption:
     """Tell a row of a filter; greedy decoding filters nothing."""
-    return RowOption(dtype, False, neutral, lambda params, _: derive(params) if params.temperature > 0 else neutral)
+    return RowOption(neutral, lambda params, _: derive(params) if params.temperature > 0 else neutral)
 
 
 def _min_tokens(params: Any, seq: Any) -> list[int] | None:
@@ -160,27 +160,25 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     n: int = whole(1, 1, "a request has one sample or more; for more than these, ask again", most=10_000)
-    top_k: int = whole(
-        0, -1, "use 0 for all tokens", row=_filter("i4", 0, lambda params: min(max(params.top_k, 0), MANY))
-    )
+    top_k: int = whole(0, -1, "use 0 for all tokens", row=_filter(0, lambda params: min(max(params.top_k, 0), MANY)))
     top_p: float = real(
         1.0,
         lambda value: 0 < value <= 1,
         "above 0 and at most 1",
         "use 1 for all tokens",
-        _filter("f4", 1.0, lambda params: max(params.top_p, 1e-30)),  # more than 0 in float32 too
+        _filter(1.0, lambda params: max(params.top_p, 1e-30)),  # more than 0 in float32 too
     )
     min_p: float = real(
         0.0,
         lambda value: 0 <= value <= 1,
         "at least 0 and at most 1",
         "use 0 for all tokens",
-        _filter("f4", 0.0, lambda params: params.min_p),
+        _filter(0.0, lambda params: params.min_p),
     )
     seed: int | None = whole(
         None, -(2**63), "it must fit in 64 bits; use None for any", most=2**63 - 1, may_be_none=True
     )
-    min_tokens: int = whole(0, 0, "use 0 for no such limit", row=RowOption("i4", is_list=True, derive=_min_tokens))
+    min_tokens: int = whole(0, 0, "use 0 for no such limit", row=RowOption(derive=_min_tokens))
     presence_penalty: float = _penalty()
     frequency_penalty: float = _penalty()
     repetition_penalty: float = real(
@@ -188,17 +186,17 @@ class SamplingParams:
         lambda value: 1e-3 <= value <= 1e3,
         "between 0.001 and 1000",
         "use 1 for none",
-        RowOption("f4", neutral=1.0),
+        RowOption(neutral=1.0),
     )
     logprobs: int | None = _num_logprobs(
-        RowOption("i4", derive=lambda params, _: 0 if params.logprob_token_ids else params.logprobs)
+        RowOption(derive=lambda params, _: 0 if params.logprob_token_ids else params.logprobs)
     )
-    prompt_logprobs: int | None = _num_logprobs(RowOption("i4", is_list=True, derive=_prompt_logprobs))
+    prompt_logprobs: int | None = _num_logprobs(RowOption(derive=_prompt_logprobs))
     spaces_between_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = option(
         None,
         token_biases,
-        RowOption("i4,f4", is_list=True, derive=lambda params, _: params.logit_bias and [*params.logit_bias.items()]),
+        RowOption(derive=lambda params, _: params.logit_bias and [*params.logit_bias, *params.logit_bias.values()]),
         hashed=False,
     )
     allowed_token_ids: Sequence[int] | None = option(None, _allowed)
@@ -211,7 +209,7 @@ class SamplingParams:
         "a list of functions of (output_token_ids, logits); use [lambda token_ids, logits: logits]",
         hashed=False,
     )
-    logprob_token_ids: Sequence[int] | None = option(None, token_ids, RowOption("i4", is_list=True))
+    logprob_token_ids: Sequence[int] | None = option(None, token_ids, RowOption())
     flat_logprobs: bool = False
     routed_experts_prompt_start: int = whole(0, 0, "use 0 for all of the prompt")
 

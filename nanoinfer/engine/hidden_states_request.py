@@ -31,7 +31,7 @@ class HiddenStatesRequest:
     take: Callable[[int, int, Any], object] | None = None
     found: dict[int | None, dict[int, Any]] = field(default_factory=dict)
 
-    def asked(self, num_prompt_tokens: int) -> list[int]:
+    def row_value(self, num_prompt_tokens: int) -> list[int]:
         """Return the numbers of the request's `WantedStates`, without the first, and its layers after them."""
         second_text = num_prompt_tokens if self.second_text is None else self.second_text
         return [self.pools, self.layers_from, self.take is not None, second_text, *self.layers]
@@ -52,12 +52,12 @@ class HiddenStatesRequest:
         return output if self.make_output is None else self.make_output(output, self)
 
 
-def _asked(_params: object, seq: Any) -> list[int] | None:
+def _row_value(_params: object, seq: Any) -> list[int] | None:
     wanted = seq.hidden_states_request
-    return None if wanted is None else wanted.asked(seq.num_prompt_tokens)
+    return None if wanted is None else wanted.row_value(seq.num_prompt_tokens)
 
 
-HIDDEN_STATES = RowOption("i4", is_list=True, derive=_asked)
+HIDDEN_STATES = RowOption(derive=_row_value)
 
 
 class WantedStates(NamedTuple):

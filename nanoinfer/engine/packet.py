@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.row_options import Asked, asked_options, asked_sections
+from nanoinfer.engine.row_options import OptionRecord, option_sections
 from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, ScheduledBatch, StateCopy
 from nanoinfer.engine.sequence import Sequence
 
@@ -52,7 +52,7 @@ class DecodeRecord(NamedTuple):
 
 def section(record: type) -> Any:
     """Declare a section by the type of its records: int is int32 and float float32, so all are columns."""
-    kinds: dict[Any, Any] = {int: np.int32, float: np.float32, np.int64: np.int64}
+    kinds: dict[Any, Any] = {int: np.int32, float: np.float32, np.int64: np.int64, np.float64: np.float64}
     columns = [(name, kinds[kind]) for name, kind in get_type_hints(record).items()]
     return field(metadata={"dtype": np.dtype(kinds.get(record, columns))})
 
@@ -76,8 +76,8 @@ class HostSections(DeviceSections):
 
     kept_states: Any = section(StateCopy)
     restored_states: Any = section(StateCopy)
-    asked: Any = section(Asked)
-    asked_values: Any = section(int)  # of all of these, one after another
+    option_records: Any = section(OptionRecord)
+    option_values: Any = section(np.float64)  # of all of these, one after another; exact for ids, and for float32
 
 
 class Header(NamedTuple):
@@ -188,5 +188,5 @@ def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
             for seq in admitted
         ],
         "known_tokens": np.concatenate([np.frombuffer(seq.token_ids, np.int32) for seq in admitted]),
-        **asked_sections([(seq.held_row, asked_options(seq)) for seq in admitted]),
+        **option_sections(admitted),
     }

@@ -22,7 +22,7 @@ from nanoinfer.engine.hidden_states_request import FoundStates, PooledVectors
 from nanoinfer.engine.interfaces import SampledStep
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
-from nanoinfer.engine.row_options import NAMES
+from nanoinfer.engine.row_options import OPTION_NAMES
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.text.prompts import PreparedRequest
@@ -185,16 +185,17 @@ def pack_texts(requests: list[PreparedRequest], block_size: int) -> Packet:
     new_blocks["column"] = new_blocks["block_id"] - (blocks.cumsum() - blocks).repeat(blocks)
     chunks = np.zeros(len(sizes), SECTION_DTYPES["chunks"])
     chunks["row"], chunks["length"] = rows, sizes
-    wanted = [one.hidden_states_request.asked(size) for one, size in zip(requests, sizes.tolist(), strict=True)]
-    asked = np.zeros(len(sizes), SECTION_DTYPES["asked"])
-    asked["row"], asked["option"], asked["size"] = rows, NAMES.index("hidden_states_request"), len(wanted[0])
+    wanted = [one.hidden_states_request.row_value(size) for one, size in zip(requests, sizes.tolist(), strict=True)]
+    records = np.zeros(len(sizes), SECTION_DTYPES["option_records"])
+    records["row"], records["size"] = rows, len(wanted[0])
+    records["option"] = OPTION_NAMES.index("hidden_states_request")
     sections = {
         "row_records": row_records,
         "known_tokens": np.concatenate([_ids(request) for request in requests]),
         "new_blocks": new_blocks,
         "chunks": chunks,
-        "asked": asked,
-        "asked_values": [*chain.from_iterable(wanted)],
+        "option_records": records,
+        "option_values": [*chain.from_iterable(wanted)],
     }
     return join_sections(sections, int(sizes.sum()), num_samples=0, num_blocks=len(new_blocks))
 

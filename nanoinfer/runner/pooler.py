@@ -17,7 +17,7 @@ from nanoinfer.checkpoint.pooling_config import DenseConfig, PoolingConfig
 from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.found import Found
 from nanoinfer.engine.hidden_states_request import ChunkStates, FoundStates, PooledVectors, WantedStates
-from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.errors import ModelError
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.interface import Model
@@ -78,8 +78,8 @@ class Pooler(RowState):
         self._model, self._config, self._dense = model, config, dense
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
 
-    def remember(self, row: AskingRow) -> None:
-        pools, layers_from, keeps, second_text, *layers = row.asked["hidden_states_request"]
+    def remember(self, row: AdmittedRow) -> None:
+        pools, layers_from, keeps, second_text, *layers = map(int, row.options["hidden_states_request"])
         wanted = WantedStates(row.num_prompt_tokens, pools, layers_from, keeps, second_text, layers)
         self.by_row[row.row] = wanted
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.ops.filter_threshold.spec import FILTERS, thresholds
 from nanoinfer.sampling.row_state import RowState, values_to_device
 
@@ -23,7 +23,7 @@ class Filters(RowState):
         # What `thresholds` reads; all zeros filter nothing.
         self._limits = torch.zeros(len(temperatures), 1 + len(FILTERS), dtype=torch.float32, device=temperatures.device)
 
-    def admit(self, rows: Sequence[AskingRow]) -> None:
+    def admit(self, rows: Sequence[AdmittedRow]) -> None:
         super().admit(rows)
         if asking := [row for row in rows if row.row in self.by_row]:
             which, values = values_to_device(asking, self.reads, self._limits.device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import to_device
-from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.sampling.logits_processors import Lines, RowProcessor
 
 
@@ -16,10 +16,10 @@ class LogitBias(RowProcessor):
 
     reads: ClassVar = ("logit_bias",)
 
-    def remember(self, row: AskingRow) -> None:
-        pairs = row.asked["logit_bias"]
-        pairs = pairs[pairs["f0"] < self._vocab_size]
-        self.by_row[row.row] = pairs["f0"].astype(np.int64), pairs["f1"]
+    def remember(self, row: AdmittedRow) -> None:
+        token_ids, biases = np.array(row.options["logit_bias"]).reshape(2, -1)
+        is_known = token_ids < self._vocab_size
+        self.by_row[row.row] = token_ids[is_known].astype(np.int64), biases[is_known].astype(np.float32)
 
     def apply(self, logits: Tensor, lines: Lines, places: list[int]) -> Tensor:
         found = [self.by_row[lines.host_rows[place]] for place in places]

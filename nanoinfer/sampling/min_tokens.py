@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.sampling.logits_processors import Lines, RowProcessor
 
 
@@ -19,8 +19,8 @@ class MinTokens(RowProcessor):
 
     reads: ClassVar = ("min_tokens",)
 
-    def remember(self, row: AskingRow) -> None:
-        min_tokens, *stop_ids = row.asked["min_tokens"]
+    def remember(self, row: AdmittedRow) -> None:
+        min_tokens, *stop_ids = map(int, row.options["min_tokens"])
         first = row.num_prompt_tokens + min_tokens
         known = [token_id for token_id in stop_ids if token_id < self._vocab_size]
         if row.num_tokens < first and known:

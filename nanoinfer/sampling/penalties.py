@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.sampling.logits_processors import Lines, RowProcessor
 from nanoinfer.sampling.row_state import values_to_device
 
@@ -23,7 +23,7 @@ class Penalties(RowProcessor):
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._penalties = torch.zeros(num_rows, len(self.reads), dtype=torch.float32, device=device)
 
-    def admit(self, rows: Sequence[AskingRow]) -> None:
+    def admit(self, rows: Sequence[AdmittedRow]) -> None:
         super().admit(rows)
         if asking := [row for row in rows if row.row in self.by_row]:
             which, values = values_to_device(asking, self.reads, self._penalties.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.engine.packet import HostSections, column
-from nanoinfer.engine.row_options import ROW_OPTIONS, AskingRow, read_asking_rows
+from nanoinfer.engine.row_options import ROW_OPTIONS, AdmittedRow, read_admitted_rows
 
 
 class RowState:
@@ -26,15 +26,15 @@ class RowState:
         """Return whether this is to serve a row."""
         return row in self.by_row
 
-    def admit(self, rows: Sequence[AskingRow]) -> None:
+    def admit(self, rows: Sequence[AdmittedRow]) -> None:
         """Remember what newly admitted rows ask for."""
         for row in rows:
-            if not row.asked.keys().isdisjoint(self.reads):
+            if not row.options.keys().isdisjoint(self.reads):
                 self.remember(row)
 
-    def remember(self, row: AskingRow) -> None:
+    def remember(self, row: AdmittedRow) -> None:
         """Remember what a row asks for by the options that this reads."""
-        self.by_row[row.row] = row.asked
+        self.by_row[row.row] = row.options
 
     def release(self, rows: Collection[int]) -> None:
         """Forget what rows asked for; other sequences move in."""
@@ -44,7 +44,7 @@ class RowState:
 
 def admit_rows(states: Iterable[RowState], on_host: HostSections) -> None:
     """Have all of these remember what the newly admitted rows of a packet ask for, in place of what was before."""
-    asking = read_asking_rows(on_host)
+    asking = read_admitted_rows(on_host)
     admitted: list[int] = []
     for state in states:
         if state.by_row:
@@ -54,11 +54,11 @@ def admit_rows(states: Iterable[RowState], on_host: HostSections) -> None:
             state.admit(asking)
 
 
-def values_to_device(rows: Sequence[AskingRow], names: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+def values_to_device(rows: Sequence[AdmittedRow], names: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
     """Start a copy of the values of options that are numbers, of rows of which some ask for them.
 
     Returns the rows (num_rows,) int64, and the values (num_rows, num_names) float32.
     """
-    values = [[row.asked.get(name, ROW_OPTIONS[name].neutral) for name in names] for row in rows]
+    values = [[row.options.get(name, [ROW_OPTIONS[name].neutral])[0] for name in names] for row in rows]
     on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
     return numbers_to_device([row.row for row in rows], device), to_device(on_host, device)

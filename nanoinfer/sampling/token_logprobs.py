@@ -9,7 +9,7 @@ from torch import Tensor
 from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.found import Found, PromptSpan, SampleLogprobs, SpanLogprobs
-from nanoinfer.engine.row_options import AskingRow
+from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.models.interface import Model
 from nanoinfer.sampling.logits_processors import NUM_COPIES, ROWS_AT_ONCE, Lines
 from nanoinfer.sampling.logprobs import MAX_SCANNED, LogprobsTensors, compute_logprobs, gather_logits
@@ -32,8 +32,9 @@ class TokenLogprobs(RowState):
         self._reads_processed = mode.startswith("processed")
         self._temperatures = temperatures
 
-    def remember(self, row: AskingRow) -> None:
-        self.by_row[row.row] = row.asked["logprobs"], row.asked.get("logprob_token_ids", [])
+    def remember(self, row: AdmittedRow) -> None:
+        [num_best], named = row.options["logprobs"], row.options.get("logprob_token_ids", [])
+        self.by_row[row.row] = int(num_best), [*map(int, named)]
 
     def wants_raw(self, row: int) -> bool:
         """Return whether the row's logits are read as the model has them, with no token forbidden."""
@@ -96,8 +97,8 @@ class PromptLogprobsReader(RowState):
         self._token_ids, self._vocab_size, self._tp, self._normalises = token_ids, vocab_size, tp, normalises
         self._most_scanned = min(MAX_SCANNED, vocab_size - (tp.size - 1) * tp.vocab_shard_size(vocab_size))
 
-    def remember(self, row: AskingRow) -> None:
-        self.by_row[row.row] = *row.asked["prompt_logprobs"], row.num_prompt_tokens
+    def remember(self, row: AdmittedRow) -> None:
+        self.by_row[row.row] = *map(int, row.options["prompt_logprobs"]), row.num_prompt_tokens
 
     def read(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[Found]:
         """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.

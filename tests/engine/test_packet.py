@@ -7,7 +7,7 @@ import pytest
 
 from nanoinfer.engine.packet import DeviceSections, HostSections, Packet, pack, read_header
 from nanoinfer.engine.prefix_sharers import PrefixSharers
-from nanoinfer.engine.row_options import AskingRow, read_asking_rows
+from nanoinfer.engine.row_options import AdmittedRow, read_admitted_rows
 from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, PrefillChunk, ScheduledBatch, StateCopy
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stopping import Stopping
@@ -135,18 +135,17 @@ def test_only_a_row_that_asks_for_something_is_told_of_by_each_option_that_asks(
     asking.token_ids.append(12)
     chunks = [PrefillChunk(seq, 0, len(seq.token_ids), samples=True) for seq in (plain, asking)]
     sections = sections_of(pack(ScheduledBatch(admitted=[plain, asking], prefill=chunks)))
-    asked = {
-        "top_p": 0.75,
+    options = {
+        "top_p": [0.75],
         "min_tokens": [3, 5, 7],
-        "frequency_penalty": -0.5,
-        "logprobs": 0,
+        "frequency_penalty": [-0.5],
+        "logprobs": [0],
         "prompt_logprobs": [4, 1],
-        "logit_bias": [(9, 0.5), (4, -100.0)],
+        "logit_bias": [9, 4, 0.5, -100.0],
         "logprob_token_ids": [8, 6],
     }
-    [row] = read_asking_rows(sections)
-    row.asked["logit_bias"] = row.asked["logit_bias"].tolist()
-    assert row == AskingRow(row=3, num_tokens=3, num_prompt_tokens=2, asked=asked)
+    [row] = read_admitted_rows(sections)
+    assert row == AdmittedRow(row=3, num_tokens=3, num_prompt_tokens=2, options=options)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "top_k": 5}, {"n": 3, "seed": 1}, {"stop_token_ids": [1]}])
@@ -154,7 +153,7 @@ def test_a_row_that_asks_for_nothing_more_is_told_of_no_option(options: dict) ->
     seq = Sequence(0, [1], SamplingParams(**options))
     seq.row = 0
     sections = sections_of(pack(ScheduledBatch(admitted=[seq], prefill=[PrefillChunk(seq, 0, 1, samples=True)])))
-    assert (len(sections.asked), len(sections.asked_values), read_asking_rows(sections)) == (0, 0, [])
+    assert (len(sections.option_records), len(sections.option_values), read_admitted_rows(sections)) == (0, 0, [])
 
 
 def test_a_decode_step_without_news_is_a_header_and_its_rows() -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.row_options import OF_PARAMS, ROW_OPTIONS, AskingRow
+from nanoinfer.engine.row_options import OF_PARAMS, ROW_OPTIONS, AdmittedRow
 from nanoinfer.ops.filter_threshold.spec import thresholds
 from nanoinfer.ops.gumbel_max.spec import line_tables, sample, sample_and_append
 from nanoinfer.runner.pooler import Pooler
@@ -182,8 +181,8 @@ def test_a_draw_above_the_lowest_logit_is_the_draw_without_a_threshold() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(dtype: torch.dtype) -> None:
     processor = LogitBias(torch.zeros(8, 1, dtype=torch.int32), 50)
-    asked = {3: [(7, 1.5), (49, -2.25), (50, 9.0)], 5: [(0, 1e9)], 6: [(7, 0.5)]}
-    processor.admit([AskingRow(row, 1, 1, {"logit_bias": np.array(pairs, "i4,f4")}) for row, pairs in asked.items()])
+    values = {3: [7, 49, 50, 1.5, -2.25, 9.0], 5: [0, 1e9], 6: [7, 0.5]}  # the ids, then their biases
+    processor.admit([AdmittedRow(row, 1, 1, {"logit_bias": numbers}) for row, numbers in values.items()])
     processor.release([6, 7])
     assert [row for row in range(8) if processor.wants(row)] == [3, 5]
     logits, rows = randn(4, 50).to(dtype), [5, 2, 3, 6]
@@ -207,9 +206,9 @@ def test_stop_tokens_are_forbidden_before_a_position_and_a_row_that_has_come_the
     processor, logits = MinTokens(torch.zeros(3, 8, dtype=torch.int32), 10), randn(2, 10).bfloat16()
     processor.admit(
         [
-            AskingRow(2, num_tokens=3, num_prompt_tokens=3, asked={"min_tokens": [2, 4, 7, 10]}),
-            AskingRow(1, num_tokens=6, num_prompt_tokens=4, asked={"min_tokens": [3, 7]}),
-            AskingRow(0, num_tokens=6, num_prompt_tokens=4, asked={"min_tokens": [2, 7]}),
+            AdmittedRow(2, num_tokens=3, num_prompt_tokens=3, options={"min_tokens": [2, 4, 7, 10]}),
+            AdmittedRow(1, num_tokens=6, num_prompt_tokens=4, options={"min_tokens": [3, 7]}),
+            AdmittedRow(0, num_tokens=6, num_prompt_tokens=4, options={"min_tokens": [2, 7]}),
         ]
     )
     assert [processor.wants(row) for row in range(3)] == [False, True, True], "row 0 has its 2 tokens"
@@ -225,7 +224,7 @@ def test_stop_tokens_are_forbidden_before_a_position_and_a_row_that_has_come_the
 
 def test_each_line_of_a_row_is_judged_by_its_own_position() -> None:
     processor = MinTokens(torch.zeros(1, 8, dtype=torch.int32), 10)
-    processor.admit([AskingRow(0, num_tokens=4, num_prompt_tokens=2, asked={"min_tokens": [4, 9]})])
+    processor.admit([AdmittedRow(0, num_tokens=4, num_prompt_tokens=2, options={"min_tokens": [4, 9]})])
     rows, lens, counts = torch.tensor([0]), torch.tensor([4], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     tables = line_tables(rows, counts, 3, torch.zeros(1), torch.zeros(1).long(), lens)
     lines = Lines([0, 1, 2], [0, 0, 0], rows.repeat(3), lens, 3, tables)
