@@ -194,6 +194,13 @@ class EngineConfig:
         "A dict, in JSON on the command line, of switches for the JSON of all requests: disable_any_whitespace and "
         "disable_additional_properties, as StructuredOutputsParams has them.",
     )
+    response_template: str | Mapping[str, Any] | None = option(
+        None,
+        "How answers are told apart into thought, answer and tool calls: the name of a family of models (qwen3, "
+        "deepseek-r1, gpt-oss, glm-4.5, minimax-m2, mistral), a response template of transformers as a dict, in JSON "
+        'on the command line, or "auto": the tokenizer\'s own, else the family that the chat template is written for. '
+        "If not given, that of `auto`, but files of run-batch keep the whole text as the content.",
+    )
     grammar_timeout: float = neutral_option(
         60.0, "The most seconds that the grammar of a request may take to compile; beyond, the request is an error."
     )
@@ -234,6 +241,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} {rule}")
             object.__setattr__(self, name, number)
         object.__setattr__(self, "structured_outputs_config", switches_of_all(self.structured_outputs_config))
+        if self.response_template is not None:
+            from nanoinfer.responses.families import as_response_template  # few ask for it
+
+            object.__setattr__(self, "response_template", as_response_template(self.response_template))
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="

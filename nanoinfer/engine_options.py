@@ -51,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     download_dir: str | Path | None
     hf_overrides: Mapping[str, Any] | None
     structured_outputs_config: Mapping[str, Any] | None
+    response_template: str | Mapping[str, Any] | None
     grammar_timeout: float
     trace: str | Path | None
     seed: int
