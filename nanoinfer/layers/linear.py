@@ -15,9 +15,9 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.common.symmetric_buffers import SymmetricBuffers
 from nanoinfer.quantization.linear_method import (
+    MATRIX,
     MIN_UNSPLIT_OUTPUTS,
     PER_OUTPUT,
-    WEIGHT,
     LinearMethod,
     ParamSpec,
     stored,
@@ -90,7 +90,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         """Cut a tensor that the checkpoint also packs into full shards."""
-        spec = WEIGHT if param is None else ParamSpec.of(param)
+        spec = MATRIX if param is None else ParamSpec.of(param)
         if full.numel() == 1 or spec.output_dim is None:  # a scale of all, or the order of inputs
             return dict.fromkeys(self.full_sizes, full)
         sizes, dim = [spec.num_entries(size) for size in self.full_sizes.values()], spec.output_dim
@@ -209,19 +209,14 @@ class RowParallelLinear(ShardedLinear):
     A product of few rows and few columns has too few tiles to fill a GPU. So a small step is computed by split-K:
     several partial sums at the same time. On several GPUs it leaves the all-reduce, too, to the kernel of the next
     norm, where the GPUs reach each other's memory.
-
-    is_sum_whole: whether each rank needs all rows of the sum, and not only of its norm: then the sum is made here.
     """
 
     is_row_parallel = True
 
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, is_sum_whole: bool = False
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
         local_size = tp.shard_size(input_size, "row-parallel input size")
         super().__init__((output_size, local_size), (output_size, input_size), bias)
         self.tp = tp
-        self.is_sum_whole = is_sum_whole
 
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
         for place, part in self.quant_method.prepare(self, param, full, None):
@@ -231,7 +226,7 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
-        buffers = None if self.is_sum_whole else sum_buffers(self.tp, len(x))
+        buffers = sum_buffers(self.tp, len(x))
         if self.tp.size == 1 or buffers is not None:
             return PartialSum(self.quant_method.apply_split(self, x, bias), buffers)
         return PartialSum(self.quant_method.apply(self, x, bias).unsqueeze(0), tp=self.tp)

@@ -53,12 +53,12 @@ class DecoderAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv_bias = spec.qkv_bias or config.attention_bias
+        qkv_bias, o_bias = spec.qkv_bias or config.attention_bias, spec.o_bias and config.attention_bias
         self.place = place
-        heads = head_dim, num_heads, num_kv_heads
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, bias=qkv_bias, tp=tp, has_gates=spec.has_gates)
-        sizes = num_heads * head_dim, config.hidden_size
-        self.o_proj = RowParallelLinear(*sizes, spec.o_bias and config.attention_bias, tp, spec.adds_whole_sums)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, head_dim, num_heads, num_kv_heads, qkv_bias, tp, has_gates=spec.has_gates
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, o_bias, tp)
         self.has_whole_norms = spec.whole_qk_norm
         if spec.whole_qk_norm:
             of_keys = tp.split_of_kv_heads(num_kv_heads)
@@ -136,7 +136,7 @@ class DecoderMLP(nn.Module):
         size, bias = config.intermediate_size, config.mlp_bias
         self.activation = spec.activation
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, size, bias=bias, tp=tp)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, tp, spec.adds_whole_sums)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, tp)
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -256,6 +256,8 @@ class Decoder(LayerStack):
     ) -> None:
         super().__init__()
         self.tp = tp
+        if spec.needs_whole_sums:
+            tp = replace(tp, symmetric_memory=None)
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
         windows, groups = config.windows_within(max_positions), CacheGroups.of(config, max_positions, tp)

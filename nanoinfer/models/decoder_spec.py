@@ -69,7 +69,7 @@ class DecoderSpec:
         return {way for way in Way if all(way in one.metadata.get("ways", ()) for one in differing)}
 
     @property
-    def adds_whole_sums(self) -> bool:
-        """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
-        # The kernel that all-reduces and normalises knows no other norms.
+    def needs_whole_sums(self) -> bool:
+        """Whether the ranks all-reduce what is added to the residual stream before the next norm, and not within it."""
+        # The kernel that does both knows no other norms, and leaves a rank only its own rows of the stream.
         return self.has_parallel_block or not self.has_pre_norms or self.norm not in SCALING_NORMS

@@ -71,7 +71,7 @@ class EncoderAttention(nn.Module):
         super().__init__()
         num_heads, head_dim, bias = config.num_attention_heads, config.head_dim, config.attention_bias
         self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, num_heads, num_heads, bias=bias, tp=tp)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, tp, is_sum_whole=True)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, tp)
         heads = tp.shard_size(num_heads, "attention heads")
         spec = AttentionSpec(heads, heads, head_dim, config.attention_scale, window, causal=False)
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec, LayerPlace()))
@@ -90,7 +90,7 @@ class EncoderMLP(nn.Module):
         sizes = {"gate": size, "up": size} if is_gated else {"up": size}
         self.activation = ACTIVATIONS[encoder_config(config).activation]
         self.up_proj = ColumnParallelLinear(config.hidden_size, sizes, bias=config.mlp_bias, tp=tp)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp, is_sum_whole=True)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return whole(self.down_proj(self._activated(self.up_proj(hidden))))
@@ -164,6 +164,7 @@ class Encoder(LayerStack):
         super().__init__()
         encoder = encoder_config(config)
         self.tp, size, one_rank = tp, config.hidden_size, TensorParallel()  # each rank holds small tables whole
+        tp = replace(tp, symmetric_memory=None)  # its norms do no all-reduces
         self.first_position = encoder.first_position
         norm = size, config.rms_norm_eps, encoder.norm_bias
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, tp)

@@ -31,8 +31,8 @@ from nanoinfer.ops.common.fp8_format import (
 from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.quantization.linear_method import (
+    MATRIX,
     PER_OUTPUT,
-    WEIGHT,
     LinearMethod,
     ParamSpec,
     ProductKind,
@@ -139,7 +139,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         with layer.weight.device:
-            layer.weight = stored(torch.empty(shape, dtype=FP8), WEIGHT)
+            layer.weight = stored(torch.empty(shape, dtype=FP8), MATRIX)
             *experts, num_outputs, num_inputs = shape
             spec = ParamSpec(0, 1, BLOCK_SIZE, BLOCK_SIZE) if self.config.weight_granularity == "block" else PER_OUTPUT
             scales = torch.empty(*experts, *spec.shape(num_outputs, num_inputs), dtype=torch.float32)

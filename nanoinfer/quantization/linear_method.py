@@ -56,7 +56,7 @@ class ParamSpec:
         return tuple(entries[dim] for dim in sorted(dim for dim in entries if dim is not None))
 
 
-WEIGHT = ParamSpec(output_dim=0, input_dim=1)
+MATRIX = ParamSpec(output_dim=0, input_dim=1)  # (..., num_outputs, num_inputs), as a weight
 PER_OUTPUT = ParamSpec(output_dim=0)  # a bias, or a scale for each output
 
 
@@ -111,7 +111,7 @@ class LinearMethod:
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         """Give the layer its parameters. shape: of this rank's weight, (..., num_outputs, num_inputs)."""
-        layer.weight = stored(torch.empty(*shape), WEIGHT)
+        layer.weight = stored(torch.empty(*shape), MATRIX)
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the name of the parameter that a checkpoint's tensor fills, such as "weight", and what fills it.

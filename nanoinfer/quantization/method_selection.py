@@ -60,6 +60,10 @@ METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] =
 }
 
 
+# How weights of 16 bits are rounded when they are loaded, by the option quantization.
+ROUNDED_AT_LOAD: Mapping[str, QuantizationConfig] = {"fp8": Fp8Config(), "int4": Int4Config()}
+
+
 def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     """Read the dialect of llm-compressor: one scheme for all linear layers, in FP8 or in packed integers of 4 bits."""
     # The first two are one in FP8.
@@ -115,13 +119,15 @@ def read_quantization(
     packed, renamed: names of the checkpoint's modules -> ours, as a model class has them.
     """
     fields = fields.part("quantization_config")
-    if not fields.values and requested is None:
-        return None
     by_module: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, (module, shard) in packed.items():
         shards = by_module.setdefault(module, {})
         shards[shard] = (*shards.get(shard, ()), name)
-    if fields.values:
+    if not fields.values:
+        if requested is None:
+            return None
+        config = ROUNDED_AT_LOAD[requested]
+    else:
         method = fields.get("quant_method")
         if not isinstance(method, str) or method not in READERS:
             raise ModelError(
@@ -129,8 +135,6 @@ def read_quantization(
                 f"are {', '.join(READERS)}; {REMEDY}"
             )
         config = replace(READERS[method](fields), in_checkpoint=True)
-    else:
-        config = Int4Config() if requested == "int4" else Fp8Config()
     return replace(
         config,
         packed={module: tuple(shards.values()) for module, shards in by_module.items()},

@@ -17,7 +17,8 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import MergedColumnParallelLinear
 from nanoinfer.ops.int4 import spec as int4
 from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack, quantize, unpack
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, readers
+from nanoinfer.quantization.int4 import int4_linear
+from nanoinfer.quantization.int4.formats import Int4Config, readers
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 from nanoinfer.quantization.method_selection import read_quantization
 from tests.quantization.test_checkpoints import plain_folder, write_plain
@@ -150,10 +151,12 @@ def test_the_tensors_of_each_format_stand_for_the_numbers_that_they_were_made_of
     for name, tensor in kind.write(made).items():
         if (reader := names[name]) is not None:
             found[reader[0]] = reader[1](tensor)
-    assert torch.equal(found[WEIGHT].long(), made.q)
-    assert torch.equal(found[SCALES], made.scales.float())
-    zeros, groups = found.get(ZEROS) if config.has_zeros else None, found.get(GROUPS) if config.orders_inputs else None
-    assert torch.equal(dequantize(PackedWeight(pack(found[WEIGHT], 128), found[SCALES], zeros, groups)), made.weight)
+    assert torch.equal(found["weight"].long(), made.q)
+    assert torch.equal(found["weight_scale"], made.scales.float())
+    zeros = found.get("weight_zero_point") if config.has_zeros else None
+    groups = found.get("weight_g_idx") if config.orders_inputs else None
+    packed = PackedWeight(pack(found["weight"], 128), found["weight_scale"], zeros, groups)
+    assert torch.equal(dequantize(packed), made.weight)
     assert config.group_size == (None if kind.group_size == -1 else kind.group_size)
     assert config.has_zeros != kind.symmetric
     assert config.orders_inputs == kind.is_ordered
@@ -356,7 +359,7 @@ def test_a_product_of_few_rows_with_a_bias_reads_4_bits_too(monkeypatch: pytest.
     method.fill_with_random_weights(layer, 1.0, torch.Generator().manual_seed(0))
     x, wide = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)), method.wide_weight(layer)
     layer.bias.fill_(2.0)
-    monkeypatch.setattr(method, "_is_read_in_4_bits", lambda *_: True)
+    monkeypatch.setattr(int4_linear, "reads_4_bits", lambda *_: True)
     monkeypatch.setattr(method, "wide_weight", lambda _: pytest.fail("it is widened"))
     torch.testing.assert_close(method.apply_split(layer, x, layer.bias), (x @ wide.T + 2.0).unsqueeze(0))
 

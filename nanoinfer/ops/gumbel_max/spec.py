@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.ops.dispatch import op
+from nanoinfer.token_ids import NOT_COUNTED
 
 GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
-NOT_COUNTED = -2  # in place of a token that follows a wrong proposal
 
 
 class LineTables(NamedTuple):
