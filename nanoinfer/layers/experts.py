@@ -100,7 +100,7 @@ class BiasedExperts(PackedExperts):
 
 
 class Experts(nn.Module):
-    """The experts' weights, under the names that checkpoints give them."""
+    """Holds the experts' weights, under the names that checkpoints give them."""
 
     projection: ClassVar[type[PackedExperts]] = PackedExperts
     clamps: tuple[float, float] | None = None  # of gate and up: limit and alpha of `clamped_swiglu`

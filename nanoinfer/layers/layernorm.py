@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
 
 
 class GemmaRMSNorm(RMSNorm):
-    """RMSNorm of 1 + w, where checkpoints hold w: of Gemma 2 and 3, Qwen3-Next and Qwen3.5.
+    """Normalises as RMSNorm, with a weight of 1 + w where checkpoints hold w: of Gemma 2 and 3, Qwen3-Next and Qwen3.5.
 
     The product is in float32, and so is the weight.
     """
@@ -78,14 +78,14 @@ SCALING_NORMS = frozenset({RMSNorm, GemmaRMSNorm})
 
 
 class CohereLayerNorm(RMSNorm):
-    """Layer normalisation without a bias: (x - mean) / std * weight, in float32, and so is the weight."""
+    """Normalises layers without a bias: (x - mean) / std * weight, in float32, and so is the weight."""
 
     centres = True
     weight_dtype = torch.float32
 
 
 class ResidualSum(RMSNorm):
-    """Adds to the residual stream, and hands it on as it is; for layers whose norms come after attention and MLP."""
+    """Adds to the residual stream without a norm, for layers whose norms come after attention and MLP."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
@@ -101,7 +101,7 @@ class ResidualSum(RMSNorm):
 
 
 class ResidualStream:
-    """The residual stream of a step on its way through the layers. Attention and MLPs add to it, norms read it.
+    """Carries a step's residual stream through the layers. Attention and MLPs add to it, norms read it.
 
     What is added waits for the next norm, which does both at once. residual: (num_tokens, hidden_size).
     """
@@ -112,23 +112,23 @@ class ResidualStream:
         self.normed: Any = None
 
     def add(self, terms: PartialSum, norm_of_terms: RMSNorm | None) -> None:
-        """Add terms with the next norm, after a norm of their own if there is one."""
+        """Let the next norm add these terms, after a norm of their own if there is one."""
         terms = terms if norm_of_terms is None else norm_of_terms.of_sum(terms)
         self.added = terms if self.added is None else self.added.plus(terms)
 
     def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
-        """Add what is to be added, and normalise the sum. out_format: as the next product wants its inputs."""
+        """Add the waiting terms, and normalise the sum. out_format: how the next product wants its inputs."""
         self.normed = None  # frees it first
         self.normed, self.residual = norm(self.added, self.residual, out_format)
         self.added = None
 
     def normed_rows(self) -> Activations:
-        """Return what the last norm made, in the format that it was told."""
+        """Return the rows of the last norm, in the format that it was asked for."""
         return self.normed
 
 
 class WholeNorm(ShardedVector):
-    """RMSNorm over all heads of the queries or keys, those of other ranks included (OLMo 2 and 3).
+    """Normalises over all heads of the queries or keys, those of other ranks included (OLMo 2 and 3).
 
     split: which of the heads this rank has; ranks may share some, which count once.
     """

@@ -25,7 +25,7 @@ from nanoinfer.quantization.linear_method import (
 
 
 class ShardedLinear(nn.Module):
-    """What the linear layers have in common.
+    """Holds what the linear layers have in common.
 
     is_row_parallel: whether the ranks split the inputs, and not the outputs. rounds_at_load: whether a checkpoint in 16
     bits has its weight rounded to fewer, if the user asks for that. shape: of this rank's weight, (..., outputs,
@@ -58,7 +58,7 @@ class ShardedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """y = x W^T + b with the outputs split over the ranks.
+    """Computes y = x W^T + b with the outputs split over the ranks.
 
     output_sizes: the full sizes of the weights packed in this layer, by the name of their shard, in order.
     splits: how a shard is split, if not by `tp`.
@@ -166,7 +166,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The output of a row-parallel product, in terms that the next RMSNorm adds up.
+    """Holds the output of a row-parallel product, in terms that the next RMSNorm adds up.
 
     terms: (num_terms, num_tokens, hidden_size): one term that is the output, or several, such as the parts of split-K.
     all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
@@ -204,7 +204,7 @@ class PartialSum:
 
 
 class RowParallelLinear(ShardedLinear):
-    """y = x W^T + b with the inputs split over the ranks.
+    """Computes y = x W^T + b with the inputs split over the ranks.
 
     A product of few rows and few columns has too few tiles to fill a GPU. So a small step is computed by split-K:
     several partial sums at the same time. On several GPUs it leaves the all-reduce, too, to the kernel of the next

@@ -89,7 +89,7 @@ def read_native_config(whole: Fields | Mapping[str, Any], quantization: str | No
 
 
 def _text_part(whole: Fields, architecture: str) -> tuple[Fields, str]:
-    """Return the fields of the text model, and its class where a config.json says of which type it is.
+    """Return the fields of the text model, and its class where a config.json gives its type.
 
     Raises ModelError for a text model of another type than we know of this architecture.
     """

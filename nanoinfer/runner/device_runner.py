@@ -1,7 +1,7 @@
 """A runner from its first to its last moment: it loads the model, sizes the cache, sleeps, wakes up and closes.
 
-While it is awake it holds a `ModelRunner`, which runs the steps. Sleeping lets go of that one with all that it has on
-the device but the weights, and waking up makes another.
+While it is awake it holds a `ModelRunner`, which runs the steps. To sleep, it drops that one, whose memory on the
+device is free then, and the weights leave the device. To wake up, it makes another.
 """
 
 import gc

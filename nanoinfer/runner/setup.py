@@ -45,7 +45,7 @@ SHARING_BYTES = 64 * 2**20  # 512 rows of Qwen3-8B take about 22 MiB
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What was loaded, in words, and how many seconds each part of that took."""
+    """Says what was loaded, in words, and how many seconds each part of that took."""
 
     device: torch.device
     dtype: torch.dtype
@@ -112,8 +112,7 @@ class Setup:
 
     def load_model(self, folder: Path) -> Model:
         """Return the model with its weights, or random ones, on the device."""
-        of_device = self.backends, self.tp, self.device, self.dtype
-        return load(self.model_config, self.config, folder, self.longest, *of_device)
+        return load(self.model_config, self.config, folder, self.longest, self.backends, self.tp)
 
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
@@ -158,7 +157,9 @@ class Setup:
             routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
             num_bytes = page_bytes(groups, block_size, self.kv_cache_dtype) + routing_bytes
             num_blocks = memory.num_blocks_in(free_bytes, num_bytes, groups.num_pages_of(1), block_size)
-            if limits.whole_prompts:  # blocks serve one step, while the next is planned: those of two steps suffice
+            if (
+                limits.whole_prompts
+            ):  # blocks serve one step, while the next is planned: as many as two steps need suffice
                 blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
                 num_blocks = min(num_blocks, 2 * blocks_of_step)
         else:
@@ -215,7 +216,7 @@ class Setup:
                 graphs.replay(DecodeBatch(rows, None, num_tokens, torch.ones_like(rows)))
             return graphs
 
-        if num_tokens > 1:  # a pair of graphs is measured, and those of several tokens are of any number up to the most
+        if num_tokens > 1:  # steps may have any number of tokens a row up to this
             count = max(count, len(several_tokens_graph_sizes(sizes)) * (num_tokens - 1))
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
@@ -236,22 +237,27 @@ class Setup:
         self, buffers: StepBuffers, model: Model, dense: list[DenseLayer], limits: RunnerLimits
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
-        config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
-        sizes = limits.num_blocks, block_size, self.kv_cache_dtype
-        kv_cache = memory.allocate_kv_cache(self.groups, *sizes, self.device)
-        num_states = limits.max_num_seqs, num_snapshots(limits.groups)
-        states = self.states.allocate(*num_states, self.device) if self.states else None
+        config, moe = self.config, self.model_config.moe
+        kv_cache = memory.allocate_kv_cache(
+            self.groups, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device
+        )
+        states = None
+        if self.states is not None:
+            states = self.states.allocate(limits.max_num_seqs, num_snapshots(limits.groups), self.device)
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
-        vocab_size, mode = model_config.vocab_size, config.logprobs_mode
-        num_counted = None if states is None or states.pending is None else states.pending.num_counted
         sampler = Sampler(
-            tables.token_ids, tables.context_lens, vocab_size, self.tp, mode, num_counted, limits.max_row_tokens
+            tables.token_ids,
+            tables.context_lens,
+            self.model_config.vocab_size,
+            self.tp,
+            config.logprobs_mode,
+            num_counted=None if states is None or states.pending is None else states.pending.num_counted,
+            max_row_tokens=limits.max_row_tokens,
         )
         pooler = Pooler(model, self.pooling, dense)
         routing_table = None
-        if config.enable_return_routed_experts and model_config.moe is not None:
-            sizes_of_table = limits.num_blocks, block_size, self.device, kv_cache.id_strides[0]
-            routing_table = RoutingTable(model_config.moe, *sizes_of_table)
+        if config.enable_return_routed_experts and moe is not None:
+            routing_table = RoutingTable(moe, kv_cache)
         row_states = [*sampler.states, pooler]
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_step_threads(model, self.device))
@@ -270,14 +276,12 @@ def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> Forwar
     """Return a prefill step of so many tokens, in the longest sequences, that has logits for all `rows`."""
     device, longest = rows.device, tables.token_ids.shape[1] - 1
     lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-    attention, *more = (PrefillMetadata.of_whole_prompts(lens, table) for table in tables.tables)
     return ForwardStep(
         token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
         positions=torch.arange(num_tokens, device=device) % longest,
         rows=rows.new_full((len(lens),), PADDING_ROW),
         outputs=rows % num_tokens,
         kv_cache=tables.kv_cache,
-        attention=attention,
-        more_attention=tuple(more),
+        metadata=tuple(PrefillMetadata.of_whole_prompts(lens, table) for table in tables.tables),
         recurrent_states=tables.recurrent_states,
     )

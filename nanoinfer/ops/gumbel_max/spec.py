@@ -22,7 +22,7 @@ MASK32 = 0xFFFFFFFF
 
 
 class LineTables(NamedTuple):
-    """What `sample_at` reads where several tokens of a row are drawn: tables with a row for each line.
+    """Holds what `sample_at` reads where several tokens of a row are drawn: tables with a row for each line.
 
     Line i * num_tokens + j is token j of row i. rows: (num_lines,) int64, the lines themselves; -1 for those that are
     not drawn. temperatures, seeds, positions: (num_lines,) float32, int64 and int32.
@@ -163,7 +163,7 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
 
 
 def _at_least(thresholds: Tensor | None, logits: Tensor) -> Tensor:
-    """Forbid what is below its row's threshold."""
+    """Forbid logits below their row's threshold."""
     if thresholds is None:
         return logits
     logits = logits.float()

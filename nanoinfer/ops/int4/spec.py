@@ -37,7 +37,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 0 to 7; with 8 added,
 
 
 class PackedWeight(NamedTuple):
-    """A weight in 4 bits.
+    """Holds a weight in 4 bits.
 
     scales: float32, (..., num_outputs, num_groups), or (..., num_outputs), one for all inputs of an output; or uint8,
     exponents of 2 with 127 added (e8m0; 255 is NaN). zeros: the same shape, uint8; None: 8. groups: (..., num_inputs)
@@ -149,7 +149,7 @@ def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool,
 
 
 def _of_inputs(x: Tensor, numbers: Tensor, groups: Tensor | None) -> Tensor:
-    """Return each input's scale or zero point, that of its group; size 1 if all inputs of an output have the same."""
+    """Return the scale or zero point of each input's group; size 1 if all inputs of an output have the same."""
     if x.dim() < numbers.dim():
         return x.unsqueeze(-1)
     if groups is not None:
@@ -172,7 +172,7 @@ def quantize(weight: Tensor, group_size: int, block: int | None = None) -> Packe
 
 def _quantize_rows(rows: Tensor, group_size: int, block: int) -> tuple[Tensor, Tensor]:
     groups = rows.unflatten(1, (-1, group_size))  # (num_rows, num_groups, group_size)
-    # The largest value becomes -8, of which there is no counterpart above 0: so a scale may be negative.
+    # The largest value becomes -8. There is no 8, so the scale of a positive largest value is negative.
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     numbers, scales = torch.zeros_like(groups), torch.zeros_like(largest)
     least = torch.full_like(largest, torch.inf)

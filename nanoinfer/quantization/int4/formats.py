@@ -236,7 +236,8 @@ def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None
             "qzeros": ("weight_zero_point", lambda x: _awq_outputs(x).T),
             "scales": ("weight_scale", lambda x: _scales(x).T),
         }
-    offset = 0 if checkpoint_format == "gptq_v2" else 0x11111111  # added to words: where a zero is 0, it carries
+    # Adds 1 to each number of a word; a stored 15 carries into the next number.
+    offset = 0 if checkpoint_format == "gptq_v2" else 0x11111111
     return {
         "qweight": ("weight", lambda x: _unpacked(x.T)),
         "qzeros": ("weight_zero_point", lambda x: _unpacked(x + offset).T),

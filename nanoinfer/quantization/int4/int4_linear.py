@@ -30,7 +30,7 @@ from nanoinfer.ops.int4.spec import (
 from nanoinfer.quantization.int4.formats import Int4Config, readers
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, hold_scales, stored
 
-STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely
+STD_OF_NUMBERS = 17.5**0.5  # the standard deviation of -7 to 7, where 0 is twice as likely as each other number
 # By format and tensor: what a quantization_config says where there are zero points other than 8, or an order of inputs.
 OF_GPTQ = {"weight_zero_point": {"sym": False}, "weight_g_idx": {"desc_act": True}}
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -81,10 +81,12 @@ class Int4LinearMethod(LinearMethod):
             layer.weight = stored(self._empty(experts, packed, num_outputs, num_inputs, torch.int32), packed)
             scales = self._empty(experts, grouped, num_outputs, num_inputs, torch.float32)
             hold_scales(layer, "weight_scale", scales, grouped, self.config.checkpoint_format is not None)
-            zeros = torch.empty_like(scales, dtype=torch.uint8)
-            layer.weight_zero_point = stored(zeros, grouped) if self.config.has_zeros else None
-            groups = torch.empty((*experts, num_inputs), dtype=torch.int32)  # one order for all that a layer packs
-            layer.weight_g_idx = stored(groups, ParamSpec(input_dim=0)) if self.config.orders_inputs else None
+            layer.weight_zero_point = layer.weight_g_idx = None
+            if self.config.has_zeros:
+                layer.weight_zero_point = stored(torch.empty_like(scales, dtype=torch.uint8), grouped)
+            if self.config.orders_inputs:
+                groups = torch.empty((*experts, num_inputs), dtype=torch.int32)  # one order for all that a layer packs
+                layer.weight_g_idx = stored(groups, ParamSpec(input_dim=0))
 
     def _empty(self, experts: list[int], spec: ParamSpec, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*experts, *spec.shape(outputs, inputs), dtype=dtype)
@@ -94,7 +96,9 @@ class Int4LinearMethod(LinearMethod):
         return PackedWeight(layer.weight, layer.weight_scale, layer.weight_zero_point, layer.weight_g_idx)
 
     def wide_weight(self, layer: Any) -> Tensor:
-        weight = self.packed(layer)
+        return self._widened(self.packed(layer))
+
+    def _widened(self, weight: PackedWeight) -> Tensor:
         if weight.groups is not None:
             return dequantize(weight).to(self.dtype)
         return widen(*weight[:3], self.dtype)
@@ -197,17 +201,17 @@ class Int4LinearMethod(LinearMethod):
             layer.weight_g_idx.copy_(self._groups_in_order(layer.weight_g_idx.shape[-1], layer.weight.device))
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        x = cast(Tensor, x)
-        if not reads_4_bits(x, self.packed(layer)):
-            return F.linear(x, self.wide_weight(layer), bias)
-        sums = self._product(layer, x, is_split=False)
+        x, weight = cast(Tensor, x), self.packed(layer)
+        if not reads_4_bits(x, weight):
+            return F.linear(x, self._widened(weight), bias)
+        sums = self._product(x, weight, is_split=False)
         out = sums[0] if len(sums) == 1 else sums.sum(0)
         return out if bias is None else out + bias
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        x = cast(Tensor, x)
-        if bias is None and reads_4_bits(x, self.packed(layer)):
-            return self._product(layer, x, is_split=True)
+        x, weight = cast(Tensor, x), self.packed(layer)
+        if bias is None and reads_4_bits(x, weight):
+            return self._product(x, weight, is_split=True)
         return self.apply(layer, x, bias).unsqueeze(0)
 
     def expert_weights(self, layer: Any) -> ExpertWeights:
@@ -216,10 +220,9 @@ class Int4LinearMethod(LinearMethod):
             return super().expert_weights(layer)
         return ExpertWeights(*packed[:3], bias=layer.bias)
 
-    def _product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
+    def _product(self, x: Tensor, weight: PackedWeight, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""
-        weight, splits = self.packed(layer), 1
-        num_outputs, num_words = weight.numbers.shape
+        splits, (num_outputs, num_words) = 1, weight.numbers.shape
         # In float16 a partial sum could overflow where the whole does not.
         if x.dtype == torch.bfloat16 and (is_split or len(x) <= ROWS):
             splits = num_splits(len(x), num_words * PACKED, num_outputs, is_split, num_multiprocessors(x.device))

@@ -17,7 +17,7 @@ from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, Produc
 
 MXFP4_GROUP = 32  # inputs that share a scale
 MAX_EXPONENT = 128  # of a scale, with 127 added; larger ones do not fit into the kernel's bfloat16
-STD_OF_VALUES = 2.93  # of the sixteen values of e2m1, all as likely
+STD_OF_VALUES = 2.93  # the standard deviation of the sixteen values of e2m1
 
 
 @dataclass(frozen=True, slots=True)
