@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from nanoinfer.caches.routing_table import RoutingOnHost
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
@@ -19,7 +20,6 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
-from nanoinfer.layers.routing_table import RoutingOnHost
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
+from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.engine.packet import DeviceSections, Header, HostSections, column
-from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler

@@ -10,6 +10,7 @@ from nanoinfer.caches.block_layout import is_8_bit, select_kv_cache_dtype
 from nanoinfer.caches.cache_groups import CacheGroups
 from nanoinfer.caches.kv_cache import KVCache, page_bytes
 from nanoinfer.caches.recurrent_states import StateLayout
+from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
@@ -20,7 +21,6 @@ from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
-from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.implementations import load

@@ -13,11 +13,11 @@ from torch import Tensor
 from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.caches.cache_groups import MAX_EMPTY_SHARE, MAX_TABLES, CacheGroups, LayerKind, LayerPlace
 from nanoinfer.caches.kv_cache import KVCache, page_bytes
+from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import FullAttentionSpec, SlidingWindowSpec
-from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.decode_attention.spec import decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache, store_keys_values

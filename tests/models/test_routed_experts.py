@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanoinfer import LLM, ConfigError, RequestOutput, SamplingParams, WorkerError, tiny_model_path
-from nanoinfer.layers.routing_table import RoutingOnHost, RoutingTable
+from nanoinfer.caches.routing_table import RoutingOnHost, RoutingTable
 from tests.control.test_weight_control import save_random
 from tests.sampling.test_sampling import prompts
 
