@@ -74,7 +74,7 @@ class Setup:
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
         setup = cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
-        if config.enable_return_routed_experts and setup.groups.tables[0].window is not None:
+        if config.enable_return_routed_experts and setup.cache_groups.tables[0].window is not None:
             raise ConfigError(
                 "enable_return_routed_experts=True keeps the experts of a token beside its keys, and no layer of "
                 f"{model_config.architecture} keeps those of all tokens; leave it out"
@@ -82,17 +82,17 @@ class Setup:
         return setup
 
     @property
-    def longest(self) -> int:
+    def longest_sequence(self) -> int:
         """The most tokens of a sequence, if the cache is large enough."""
         return self.model_config.longest_sequence(self.config.max_model_len)
 
     @property
-    def groups(self) -> CacheGroups:
+    def cache_groups(self) -> CacheGroups:
         """How layers with attention share the KV cache."""
-        return CacheGroups.of(self.model_config, self.longest, self.tp)
+        return CacheGroups.of(self.model_config, self.longest_sequence, self.tp)
 
     @property
-    def states(self) -> StateLayout | None:
+    def state_layout(self) -> StateLayout | None:
         """What layers with linear attention keep of a sequence; None without such layers."""
         return StateLayout.of(self.model_config, self.dtype, self.tp, self.max_row_tokens)
 
@@ -112,7 +112,7 @@ class Setup:
 
     def load_model(self, folder: Path) -> Model:
         """Return the model with its weights, or random ones, on the device."""
-        return load(self.model_config, self.config, folder, self.longest, self.backends, self.tp)
+        return load(self.model_config, self.config, folder, self.longest_sequence, self.backends, self.tp)
 
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
@@ -128,18 +128,18 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, groups = self.config.max_num_seqs, self.groups.specs
-        if self.states is not None:
+        max_num_seqs, groups = self.config.max_num_seqs, self.cache_groups.specs
+        if self.state_layout is not None:
             num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
             if self.device.type == "cuda":
                 free_bytes = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
                 free_bytes = self.tp.minimum(free_bytes, self.device)
-                max_num_seqs = self.states.max_rows(max_num_seqs, free_bytes)
+                max_num_seqs = self.state_layout.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
-                num_kept = self.states.num_snapshots(max_num_seqs, free_bytes)
+                num_kept = self.state_layout.num_snapshots(max_num_seqs, free_bytes)
             groups += (RecurrentStateSpec(num_kept),)
         return RunnerLimits(
-            max_model_len=self.longest,
+            max_model_len=self.longest_sequence,
             num_blocks=1,
             max_num_seqs=max_num_seqs,
             groups=groups,
@@ -151,7 +151,11 @@ class Setup:
 
     def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
         """Return these limits with a cache of so many bytes, or of as many blocks as the user wants."""
-        block_size, num_blocks, groups = self.config.kvcache_block_size, self.config.num_kvcache_blocks, self.groups
+        block_size, num_blocks, groups = (
+            self.config.kvcache_block_size,
+            self.config.num_kvcache_blocks,
+            self.cache_groups,
+        )
         if num_blocks is None:
             moe = self.model_config.moe if self.config.enable_return_routed_experts else None
             routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
@@ -168,7 +172,7 @@ class Setup:
         max_chunk_tokens = max(self.config.max_num_batched_tokens, limits.max_row_tokens)
         capacity = groups.max_tokens(num_blocks, block_size, max_chunk_tokens)
         max_model_len = memory.resolve_max_model_len(
-            self.config.max_model_len, self.longest, capacity, num_blocks, block_size
+            self.config.max_model_len, self.longest_sequence, capacity, num_blocks, block_size
         )
         return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
@@ -239,11 +243,11 @@ class Setup:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, moe = self.config, self.model_config.moe
         kv_cache = memory.allocate_kv_cache(
-            self.groups, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device
+            self.cache_groups, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device
         )
         states = None
-        if self.states is not None:
-            states = self.states.allocate(limits.max_num_seqs, num_snapshots(limits.groups), self.device)
+        if self.state_layout is not None:
+            states = self.state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.groups), self.device)
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         sampler = Sampler(
             tables.token_ids,
@@ -267,7 +271,7 @@ class Setup:
         num_blocks, block_size, chunk = kv_cache.num_blocks, kv_cache.block_size, self.config.max_num_batched_tokens
         return (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
-            f"of {block_size} tokens {self.groups.describe(num_blocks, block_size, chunk)}in "
+            f"of {block_size} tokens {self.cache_groups.describe(num_blocks, block_size, chunk)}in "
             f"{str(self.kv_cache_dtype).removeprefix('torch.')}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
 
