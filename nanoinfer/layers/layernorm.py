@@ -42,9 +42,9 @@ class RMSNorm(nn.Module):
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps, self.centres), residual
         weights = self.weight, self.eps, hidden.sum_weight
-        if hidden.all_ranks is not None:
+        if hidden.buffers is not None:
             assert not self.centres, "the kernel that all-reduces subtracts no mean"
-            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
+            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.buffers, *weights)
         return add_rms_norm(hidden.all_reduced(), residual, *weights, hidden.other_terms, centres=self.centres)
 
     def of_sum(self, hidden: PartialSum) -> PartialSum:
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
     ) -> tuple[QuantizedRows, Tensor]:
-        if hidden is None or hidden.all_ranks is not None or self.centres:
+        if hidden is None or hidden.buffers is not None or self.centres:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
         weights = self.weight, self.eps, hidden.sum_weight
@@ -95,7 +95,7 @@ class ResidualSum(RMSNorm):
     def forward(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat | None = None
     ) -> tuple[Any, Tensor]:
-        assert hidden is None or hidden.all_ranks is None, "a rank has only its own rows of such a sum"
+        assert hidden is None or hidden.buffers is None, "a rank has only its own rows of such a sum"
         total = residual if hidden is None else super().forward(hidden, residual)[1]
         return (total if out_format is None else quantize_rows(total, out_format)), total
 

@@ -169,21 +169,21 @@ class PartialSum:
     """Holds the output of a row-parallel product, in terms that the next RMSNorm adds up.
 
     terms: (num_terms, num_tokens, hidden_size): one term that is the output, or several, such as the parts of split-K.
-    all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
+    buffers: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
     sum_weight: (hidden_size,), of a norm of the sum before it is added to the residual stream; None for no such norm.
     tp: the ranks that must still all-reduce the terms, one on each; None if there is no need, or the norm does it.
     other_terms: further terms in a tensor of their own, contiguous, in any dtype; None for none. With one rank only.
     """
 
     terms: Tensor
-    all_ranks: SymmetricBuffers | None = None
+    buffers: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
     tp: TensorParallel | None = None
     other_terms: Tensor | None = None
 
     def plus(self, other: "PartialSum") -> "PartialSum":
         """Return the sum of both, which the ranks all-reduce once. Neither is to be all-reduced by a norm."""
-        assert self.all_ranks is other.all_ranks is None, "a norm all-reduces one product alone"
+        assert self.buffers is other.buffers is None, "a norm all-reduces one product alone"
         if self.tp is None:
             others = [part for part in (self.other_terms, other.terms, other.other_terms) if part is not None]
             return replace(self, other_terms=others[0] if len(others) == 1 else torch.cat(others))
