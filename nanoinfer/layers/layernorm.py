@@ -41,11 +41,11 @@ class RMSNorm(nn.Module):
             return self._to_fp8(hidden, residual, out_format)
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps, self.centres), residual
-        weights = self.weight, self.eps, hidden.sum_weight
+        weight, eps, sum_weight, others = self.weight, self.eps, hidden.sum_weight, hidden.other_terms
         if hidden.buffers is not None:
             assert not self.centres, "the kernel that all-reduces subtracts no mean"
-            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.buffers, *weights)
-        return add_rms_norm(hidden.all_reduced(), residual, *weights, hidden.other_terms, centres=self.centres)
+            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.buffers, weight, eps, sum_weight)
+        return add_rms_norm(hidden.all_reduced(), residual, weight, eps, sum_weight, others, centres=self.centres)
 
     def of_sum(self, hidden: PartialSum) -> PartialSum:
         """Return the sum, to be normalised by this norm before the next one adds it to the residual stream."""
@@ -57,8 +57,10 @@ class RMSNorm(nn.Module):
         if hidden is None or hidden.buffers is not None or self.centres:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
-        weights = self.weight, self.eps, hidden.sum_weight
-        return add_rms_norm_to_fp8(hidden.all_reduced(), residual, *weights, out_format, hidden.other_terms)
+        sum_weight, others = hidden.sum_weight, hidden.other_terms
+        return add_rms_norm_to_fp8(
+            hidden.all_reduced(), residual, self.weight, self.eps, sum_weight, out_format, others
+        )
 
 
 class GemmaRMSNorm(RMSNorm):

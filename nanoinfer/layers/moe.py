@@ -85,10 +85,11 @@ class SigmoidRouter(Router):
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
         terms, bias, moe = self.terms(hidden), self.e_score_correction_bias, self.moe
-        choices = moe.num_experts_per_tok, moe.norm_topk_prob, moe.scaling_factor
-        if moe.num_groups > 1:
-            return Routing(*route_in_groups(terms, bias, *choices, moe.num_groups, moe.num_chosen_groups, row_mask))
-        return Routing(*route_by_sigmoid(terms, bias, *choices, row_mask))
+        count, normalises, factor = moe.num_experts_per_tok, moe.norm_topk_prob, moe.scaling_factor
+        if moe.num_groups == 1:
+            return Routing(*route_by_sigmoid(terms, bias, count, normalises, factor, row_mask))
+        num_groups, num_chosen = moe.num_groups, moe.num_chosen_groups
+        return Routing(*route_in_groups(terms, bias, count, normalises, factor, num_groups, num_chosen, row_mask))
 
     def logits(self, hidden: Tensor) -> Tensor:
         if hidden.is_cuda and hidden.dtype != torch.float32:

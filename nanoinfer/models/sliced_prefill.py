@@ -150,8 +150,10 @@ class Slice(ResidualStream):
             normed.copy_(rms_norm(self.residual, norm.weight, norm.eps))
         else:
             received = self._exchange.received(self._index, len(normed))
-            weights, terms = (norm.weight, norm.eps, self.added.sum_weight), self._own(self.added.terms[0])
-            _, self.residual = add_rms_norm(terms, self.residual, *weights, other_terms=received, out=normed)
+            terms, sum_weight = self._own(self.added.terms[0]), self.added.sum_weight
+            _, self.residual = add_rms_norm(
+                terms, self.residual, norm.weight, norm.eps, sum_weight, other_terms=received, out=normed
+            )
             self.added = None
         self._exchange.start_all_gather(self._index, len(self._rows))
 
