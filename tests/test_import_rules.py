@@ -30,6 +30,7 @@ EVERYBODY = {
     "sampling_params",
     "pooling_params",
     "pooling_outputs",
+    "token_ids",
     "checkpoint",
 }
 STEP_DATA = {
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling_params": {"errors", "vllm_names", "structured_outputs", "option_fields"},
     "pooling_params": {"errors", "option_fields"},
     "pooling_outputs": {"outputs"},
+    "token_ids": set(),
     "checkpoint": {"errors", "config", "device"},
     "responses": {"errors"},
     "text": EVERYBODY,
@@ -111,7 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"engine.interrupts"},
 }
 WITHOUT_TORCH = {"constraints", "engine", "config", "option_fields", "sampling_params"}
-WITHOUT_TORCH |= {"outputs", "metrics", "flat_logprobs", "errors", "vllm_names", "cli"}
+WITHOUT_TORCH |= {"outputs", "metrics", "flat_logprobs", "errors", "vllm_names", "cli", "token_ids"}
 CUDA_ONLY = (
     "ops.common.math",
     "distributed.copy_engines",

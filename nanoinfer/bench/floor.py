@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from nanoinfer.bench.workloads import Workload
+from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -126,7 +127,7 @@ def _floor_of_engine(
     """Return the floor of one engine, as `compute_floor` says it."""
     wide = weights.wide
     query_width = config.num_attention_heads * config.head_dim
-    kv_values_per_token = 2 * config.num_key_value_heads * config.head_dim
+    kv_values_per_token = sum(BlockLayout.of(config, TensorParallel()).num_values)
     layers = _attention_layers(config)
     shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
     num_prefill_tokens = workload.num_input_tokens - num_repeats * shared

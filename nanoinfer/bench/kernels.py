@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from nanoinfer.bench.floor import Rates, count_pairs, median_seconds
 from nanoinfer.bench.report import describe_machine, describe_source, print_row
-from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.backend_selection import select_backend
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes
 from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -34,7 +34,7 @@ from nanoinfer.ops.kv_cache.spec import LayerCache, quantize_vectors
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.int4.formats import Int4Config
-from nanoinfer.quantization.method_selection import with_quantization
+from nanoinfer.quantization.method_selection import quantize_layer
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 RATES = Rates(4.39e12, 790e12, 2, "an H200", 1400e12)  # what the floors are at; in FP8 with a scale for each row
@@ -166,7 +166,7 @@ def several_tokens() -> None:
 
 
 def bytes_of_token(dtype: torch.dtype) -> int:
-    return KVLayout(KV_HEADS, HEAD_DIM, HEAD_DIM).num_bytes(1, dtype)
+    return BlockLayout.of_kv(KV_HEADS, HEAD_DIM).num_bytes(1, dtype)
 
 
 def random_caches(num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = DTYPE) -> list[LayerCache]:
@@ -250,7 +250,7 @@ def attention_spec(heads: int, head_dim: int, window: int | None = None) -> Atte
 def find_backend(name: str, spec: AttentionSpec) -> Any:
     """Return a backend of attention, or None where it is not installed, or does not serve."""
     try:
-        return select_backend(name, DEVICE, DTYPE, spec, BLOCK_SIZE)
+        return AttentionBackends(name, DEVICE, DTYPE, BLOCK_SIZE).select(spec)
     except ConfigError:
         return None
 
@@ -372,7 +372,8 @@ def random_layers(make: Callable[[], nn.Module], count: int, config: Quantizatio
     with DEVICE:
         layers, generator = [make().to(DTYPE) for _ in range(count)], torch.Generator(DEVICE).manual_seed(0)
         module: Any
-        for layer in with_quantization(layers, config):
+        for layer in layers:
+            quantize_layer(layer, "model.layers.0", config)
             for module in layer.modules():
                 if hasattr(module, "quant_method"):
                     module.quant_method.fill_with_random_weights(module, 0.02, generator)
@@ -400,6 +401,7 @@ def linear_attention() -> None:
 
     A prefill step of 30 prompts is not in a CUDA graph: what the host prepares is a part of it.
     """
+    from nanoinfer.ops.delta_rule.spec import DeltaRuleWeights
     from nanoinfer.ops.delta_rule.triton import gated_delta_prefill, gated_delta_step
 
     key_heads, value_heads, head_dim, width, num_rows = 16, 32, 128, 4, 256
@@ -409,8 +411,8 @@ def linear_attention() -> None:
     for _ in range(2):  # one has more states than fit into the L2 cache
         matrices = torch.zeros(num_rows, value_heads, head_dim, head_dim, device=DEVICE)
         gates = torch.zeros(value_heads, device=DEVICE)
-        weights = randn(channels, width), gates, gates, randn(head_dim)
-        layers.append((matrices, randn(num_rows, width, channels), *weights))
+        weights = DeltaRuleWeights(randn(channels, width), gates, gates, randn(head_dim), eps=1e-6)
+        layers.append((matrices, randn(num_rows, width, channels), weights))
 
     def inputs_of(num_tokens: int) -> tuple[Tensor, Tensor]:
         return randn(num_tokens, channels + values), randn(num_tokens, 2 * value_heads)
@@ -419,8 +421,8 @@ def linear_attention() -> None:
     rows = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     positions = torch.ones(num_rows, dtype=torch.int64, device=DEVICE)
     of_prompts = *inputs_of(sum(lens)), rows[: len(lens)], lens, lens
-    prefill = [partial(gated_delta_prefill, *of_prompts, *layer, eps=1e-6) for layer in layers]
-    decode = [partial(gated_delta_step, *of_rows, rows, positions, *layer, eps=1e-6) for layer in layers]
+    prefill = [partial(gated_delta_prefill, *of_prompts, *layer) for layer in layers]
+    decode = [partial(gated_delta_step, *of_rows, rows, positions, *layer) for layer in layers]
     # A prefill step reads what the products made, and writes outputs; a decode step reads and writes the states.
     prefill_bytes = DTYPE.itemsize * sum(lens) * (channels + 2 * values) + layers[0][0].nbytes * len(lens) // num_rows
     eager = median_seconds(lambda: [call() for call in prefill], DEVICE.type) / len(prefill) * 1e6

@@ -1,6 +1,5 @@
 """What a layer keeps of a block of tokens: the tensors that attention stores to and reads from, and their bytes."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
 
@@ -15,67 +14,55 @@ from nanoinfer.ops.common.fp8_format import FP8
 from nanoinfer.ops.kv_cache.spec import LARGEST, LayerCache
 
 
-class BlockLayout(ABC):
-    """Says what one rank keeps of each token in one layer. What a layer keeps by another layout is a subclass."""
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Says what one rank keeps of each token in one layer: some vectors, in a tensor for each of its operands.
 
-    __slots__ = ()
+    vectors: the heads and the size of the vectors of each tensor. In 8 bits each vector also has a scale. Layers that
+    read their tensors otherwise than as keys and values have a subclass, with a `layer_cache` of its own.
+    """
 
-    @property
-    @abstractmethod
-    def vectors(self) -> tuple[tuple[int, int], ...]:
-        """The heads and the size of the vectors of each tensor. In 8 bits each vector also has a scale."""
+    vectors: tuple[tuple[int, int], ...]
 
-    @abstractmethod
+    @classmethod
+    def of_kv(cls, num_heads: int, key_size: int, value_size: int | None = None) -> "BlockLayout":
+        """Return the layout of a key and a value for each KV head. value_size: None if values are as long as keys."""
+        return cls(((num_heads, key_size), (num_heads, key_size if value_size is None else value_size)))
+
+    @classmethod
+    def of(cls, config: BaseModelConfig, tp: TensorParallel) -> "BlockLayout":
+        """Return the layout of a model's layers with attention."""
+        return cls.of_kv(num_local_kv_heads(config, tp), config.head_dim)
+
     def layer_cache(self, *tensors: Tensor) -> LayerCache:
         """Return what the operations of a layer get. tensors: as `tensors` lists them, with a dimension of blocks."""
+        return LayerCache(*tensors)
 
     def tensors(self, block_size: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of a block's tensors of vectors and, in 8 bits, of those of their scales."""
+        """Return shape and dtype of each tensor of a block: the vectors, and in 8 bits then their scales."""
         shapes = [(num_heads, block_size, size) for num_heads, size in self.vectors]
         scales = [(shape[:-1], torch.float32) for shape in shapes] if is_8_bit(dtype) else []
         return [*((shape, dtype) for shape in shapes), *scales]
-
-    def num_values(self) -> int:
-        """Return how many numbers a token has."""
-        return sum(prod(sizes) for sizes in self.vectors)
 
     def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """Return what a block takes, its scales included."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.tensors(block_size, dtype))
 
+    @property
+    def num_values(self) -> tuple[int, ...]:
+        """How many numbers a token has in each tensor."""
+        return tuple(prod(sizes) for sizes in self.vectors)
+
     def times(self, other: "BlockLayout") -> int:
         """Return how often all tensors of `other` fit into those here; 0 where something would be left."""
-        mine, others = ([prod(sizes) for sizes in layout.vectors] for layout in (self, other))
-        factor = mine[0] // others[0]
-        return factor if mine == [factor * size for size in others] else 0
+        factor = self.num_values[0] // other.num_values[0]
+        return factor if self.num_values == tuple(factor * size for size in other.num_values) else 0
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout(BlockLayout):
-    """A key and a value for each KV head of this rank."""
-
-    num_heads: int
-    key_size: int
-    value_size: int
-
-    @classmethod
-    def of(cls, config: BaseModelConfig, tp: TensorParallel) -> "KVLayout":
-        """Return that of a model's layers with attention."""
-        num_heads = config.num_key_value_heads
-        num_heads = tp.split_of_kv_heads(num_heads).shard_size(num_heads, "KV heads")
-        return cls(num_heads, config.head_dim, config.head_dim)
-
-    @property
-    def vectors(self) -> tuple[tuple[int, int], ...]:
-        return (self.num_heads, self.key_size), (self.num_heads, self.value_size)
-
-    def layer_cache(self, *tensors: Tensor) -> LayerCache:
-        return LayerCache(*tensors)
-
-
-def select_layout(config: BaseModelConfig, tp: TensorParallel) -> BlockLayout:
-    """Return what the layers with attention of a model keep of each token."""
-    return KVLayout.of(config, tp)
+def num_local_kv_heads(config: BaseModelConfig, tp: TensorParallel) -> int:
+    """Return how many KV heads a rank has; ranks may share one."""
+    num_heads = config.num_key_value_heads
+    return tp.split_of_kv_heads(num_heads).shard_size(num_heads, "KV heads")
 
 
 def select_kv_cache_dtype(requested: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -12,7 +12,7 @@ from math import ceil
 from sys import maxsize
 from typing import NamedTuple
 
-from nanoinfer.caches.block_layout import BlockLayout, select_layout
+from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
@@ -30,33 +30,28 @@ class LayerPlace(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What tells layers with attention apart. window: how many tokens they attend to; None for all."""
+    """Tells layers with attention apart. window: how many tokens they attend to; None for all."""
 
     window: int | None
     layout: BlockLayout
 
 
-class PageLayout(NamedTuple):
-    """What a page holds for the layers of a table.
+class TableLayout(NamedTuple):
+    """Says what a block table is for, and what a page holds for its layers.
 
-    id_stride: how far apart neighbouring pages are in a layer's view of the pool. It is 1 for the largest layers, which
-    see the blocks of all pages; where smaller ones see several blocks in the place of a large one, one is that of a
-    page. So on the device the table has block ids times `id_stride`.
+    window: how many tokens they attend to; None for all. id_stride: how far apart neighbouring pages are in a layer's
+    view of the pool. It is 1 for the largest layers, which see the blocks of all pages. Where smaller layers see
+    several blocks in the place of a large one, only one of them is that of a page. So on the device the table has block
+    ids times `id_stride`.
     """
 
+    window: int | None
     layers: tuple[BlockLayout, ...]
     id_stride: int = 1
 
 
-class TableLayout(NamedTuple):
-    """Says what a block table is for. window: how many tokens its layers attend to; None for all."""
-
-    window: int | None
-    page: PageLayout
-
-
 class CacheGroups(NamedTuple):
-    """How the layers with attention share the pool. tables: group by group. places: of each layer with attention."""
+    """Says how the layers with attention share the pool. tables: group by group. places: of each such layer."""
 
     tables: tuple[TableLayout, ...]
     places: tuple[LayerPlace, ...]
@@ -64,9 +59,9 @@ class CacheGroups(NamedTuple):
     @classmethod
     def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "CacheGroups":
         """Return the groups of a model whose sequences have so many tokens at most."""
-        layout = select_layout(config, tp)
+        layout = BlockLayout.of(config, tp)
         if config.is_encoder:  # nothing is kept when a layer is computed, so all layers share the memory of one
-            return cls((TableLayout(None, PageLayout((layout,))),), (LayerPlace(),) * len(config.windows))
+            return cls((TableLayout(None, (layout,)),), (LayerPlace(),) * len(config.windows))
         layers = [
             LayerKind(window, layout)
             for index, window in enumerate(config.windows_within(max_positions))
@@ -77,21 +72,21 @@ class CacheGroups(NamedTuple):
     @classmethod
     def arrange(cls, layers: Sequence[LayerKind]) -> "CacheGroups":
         """Return the groups of layers of these kinds; one table for all where more do not pay."""
-        pages = _pages_by_kind(layers)
-        if pages is None:
-            page = PageLayout(tuple(layout for _, layout in layers))
-            return cls((TableLayout(None, page),), tuple(LayerPlace(0, index) for index in range(len(layers))))
+        by_kind = _tables_by_kind(layers)
+        if by_kind is None:
+            only_table = TableLayout(None, tuple(layout for _, layout in layers))
+            return cls((only_table,), tuple(LayerPlace(0, index) for index in range(len(layers))))
         tables: list[TableLayout] = []
         places: dict[LayerKind, list[LayerPlace]] = {}
-        for kind, page in pages.items():
-            first, num_layers, per_page = len(tables), layers.count(kind), len(page.layers)
-            tables += [TableLayout(kind.window, page)] * -(-num_layers // per_page)
+        for kind, table in by_kind.items():
+            first, num_layers, per_page = len(tables), layers.count(kind), len(table.layers)
+            tables += [table] * -(-num_layers // per_page)
             places[kind] = [LayerPlace(first + index // per_page, index % per_page) for index in range(num_layers)]
         return cls(tuple(tables), tuple(places[kind].pop(0) for kind in layers))
 
     @property
     def specs(self) -> tuple[CacheGroupSpec, ...]:
-        """Return the groups in the numbers by which blocks are given out."""
+        """Return the groups as the block manager sees them, which gives out blocks whatever layers keep in these."""
         counted = ((window, len(list(tables))) for window, tables in groupby(table.window for table in self.tables))
         return tuple(
             FullAttentionSpec(count) if window is None else SlidingWindowSpec(window, count)
@@ -99,15 +94,15 @@ class CacheGroups(NamedTuple):
         )
 
     def num_pages_of(self, num_blocks: int) -> int:
-        """Return how many pages have the bytes of so many blocks of all layers, and hold as many tokens at least."""
+        """Return how many pages take the place of so many blocks of all layers. They hold as many tokens, or more."""
         return num_blocks * len(self.tables) + self._num_unused
 
     def num_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return how many pages a sequence of so many tokens takes at most, if its chunks have no more than that."""
         num_blocks = -(-num_tokens // block_size)
         return sum(
-            min(num_blocks, -(-(window - 1 + max_chunk_tokens) // block_size) + 1) if window else num_blocks
-            for window, _ in self.tables
+            min(num_blocks, -(-(table.window - 1 + max_chunk_tokens) // block_size) + 1) if table.window else num_blocks
+            for table in self.tables
         )
 
     def max_tokens(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> int:
@@ -122,14 +117,14 @@ class CacheGroups(NamedTuple):
         return least * block_size
 
     def describe(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> str:
-        """Say what a page holds where that is not a part of all layers, and how far the pages go."""
-        windows = [window for window, _ in self.tables if window is not None]
+        """Say for the log how many layers a page holds, and how long sequences can be; "" if it holds all layers."""
+        windows = [table.window for table in self.tables if table.window is not None]
         if not windows:
             return ""
         within = sum(-(-window // block_size) for window in windows)
         layers, sizes = (
             " or ".join(str(number) for number in sorted({*numbers}))
-            for numbers in ([len(table.page.layers) for table in self.tables], windows)
+            for numbers in ([len(table.layers) for table in self.tables], windows)
         )
         longest = self.max_tokens(num_pages, block_size, max_chunk_tokens)
         of_all = f"one sequence of up to {longest} tokens, or " if self.tables[0].window is None else ""
@@ -137,18 +132,21 @@ class CacheGroups(NamedTuple):
 
     @property
     def _num_unused(self) -> int:
-        """The pages that no sequence gets: entries of tables point to one where a window has left their blocks."""
+        """How many pages no sequence gets: entries of tables point to one where a window has left their blocks."""
         return int(any(table.window is not None for table in self.tables))
 
 
-def _pages_by_kind(layers: Sequence[LayerKind]) -> dict[LayerKind, PageLayout] | None:
-    """Return what a page holds of each kind of layers; None where one table for all layers is better.
+def _tables_by_kind(layers: Sequence[LayerKind]) -> dict[LayerKind, TableLayout] | None:
+    """Return a table for each kind of layers; None where one table for all layers is better.
 
     Sizes of pages are counted in places, each of which has room for one of the largest layers. Where several sizes of
     layers, or windows alone, leave a choice, the smallest page that pays is taken.
+
+    The layers of all architectures of the package have one size, so that each place holds one layer, and strides are 1.
+    Layers of two sizes are Gemma 4's, which is not supported yet.
     """
     kinds = sorted(dict.fromkeys(layers), key=lambda kind: -(kind.window or maxsize))  # the longest window first
-    largest = max((kind.layout for kind in kinds), key=BlockLayout.num_values)
+    largest = max((kind.layout for kind in kinds), key=lambda layout: sum(layout.num_values))
     strides = {kind: largest.times(kind.layout) for kind in kinds}  # how many layers a place holds
     num_full = sum(kind.window is None for kind in kinds)
     if len(kinds) == 1 or num_full > 1 or not all(strides.values()):
@@ -161,5 +159,8 @@ def _pages_by_kind(layers: Sequence[LayerKind]) -> dict[LayerKind, PageLayout] |
     for num_places in range(least, most + 1):
         num_tables = sum(ceil(count / num_places) for count in needed)
         if num_tables <= MAX_TABLES and num_tables * num_places - in_all <= MAX_EMPTY_SHARE * in_all:
-            return {kind: PageLayout((kind.layout,) * (num_places * strides[kind]), strides[kind]) for kind in kinds}
+            return {
+                kind: TableLayout(kind.window, (kind.layout,) * (num_places * strides[kind]), strides[kind])
+                for kind in kinds
+            }
     return None

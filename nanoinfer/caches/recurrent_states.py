@@ -42,7 +42,7 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates(LayerStates):
-    """Holds all layers' states: those of LayerStates, by layer with linear attention.
+    """Holds the states of all layers with linear attention: their tensors begin with a dimension of layers.
 
     The places are the rows of the step tables, then those of snapshots, then the spare row that padding writes to. So
     -1 is the spare one.
@@ -79,7 +79,7 @@ class RecurrentStates(LayerStates):
             flush_pending(self.matrices, self.conv_inputs, rows.contiguous(), self.pending)
 
     def begin(self, rows: Tensor) -> None:
-        """Forget what is pending in rows that are given to other sequences. rows: (num_rows,) int32."""
+        """Forget the pending tokens of rows that other sequences get. rows: (num_rows,) int32."""
         if self.pending is not None:
             self.pending.num_counted[rows.long()] = 0
 
@@ -105,7 +105,7 @@ class StateLayout:
     def of(
         cls, config: BaseModelConfig, dtype: torch.dtype, tp: TensorParallel, max_row_tokens: int = 1
     ) -> "StateLayout | None":
-        """Return the sizes of a model's states; None where it has none. dtype: that of the model."""
+        """Return the sizes of a model's states; None where it has none. dtype: of the model."""
         linear = config.linear_attention
         if linear is None:
             return None
@@ -121,7 +121,7 @@ class StateLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row, in all layers: those of its place, and those of its pending tokens."""
+        """Return the bytes of one row, in all layers: its place, and room for its pending tokens."""
         pending = (dtype.itemsize * math.prod(shape) for shape, dtype in self._pending_tensors())
         return self.snapshot_bytes + self.num_layers * sum(pending)
 
@@ -159,11 +159,8 @@ class StateLayout:
         """Return the shapes and dtypes of a row's pending tokens in one layer: the last four of `PendingTokens`."""
         if self.max_row_tokens == 1:
             return []
-        (num_heads, key_dim, value_dim), (width, conv_size), lines = (
-            self.matrices,
-            self.conv_inputs,
-            self.max_row_tokens,
-        )
+        (num_heads, key_dim, value_dim), (width, conv_size) = self.matrices, self.conv_inputs
+        lines = self.max_row_tokens
         return [
             ((width - 1 + lines, conv_size), self.dtype),
             ((lines, num_heads, key_dim), self.dtype),

@@ -66,7 +66,7 @@ def read_architecture(fields: Fields, supported: Collection[str]) -> tuple[str, 
 
 
 def explain_architecture(raw: Mapping[str, Any], architecture: str, supported: Iterable[str]) -> str:
-    """Say of which kind an architecture is that is not supported, and what to do.
+    """Say what kind of model an unsupported architecture is, and what to do.
 
     raw: the fields of its config.json.
     """

@@ -120,13 +120,6 @@ class BaseModelConfig:
             return False
         return self.head is None or (self.pooling is not None and self.pooling.finds_prefixes)
 
-    @property
-    def num_attention_layers(self) -> int:
-        """Return how many layers need memory for keys and values; all layers of an encoder share that of one."""
-        if self.is_encoder:
-            return 1
-        return len(self.windows) - (self.linear_attention.num_layers if self.linear_attention else 0)
-
     def is_linear(self, index: int) -> bool:
         """Return whether a layer has linear attention."""
         return self.linear_attention is not None and self.linear_attention.is_linear[index]

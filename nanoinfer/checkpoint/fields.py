@@ -15,7 +15,7 @@ Kind = TypeVar("Kind")
 Int = int  # methods of Fields are called by the names of these types
 Float = float
 
-MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # what is beyond them in a config.json is a mistake
+MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # larger numbers in a config.json are mistakes
 # The same fields as transformers 4 and 5 spell them, both ways round.
 SPELLINGS = {"rope_scaling": "rope_parameters", "torch_dtype": "dtype"}
 SPELLINGS |= {new: old for old, new in SPELLINGS.items()}
@@ -117,7 +117,7 @@ class Fields:
             raise self.error(name, "which is not supported; use a model without it", ",")
 
     def with_others(self, others: "Fields", names: Iterable[str]) -> "Fields":
-        """Return these fields with those of `others` in their place that have a value."""
+        """Return these fields with some replaced by those of `others`, where these have a value."""
         found = [name for name in names if others.values.get(name) is not None]
         values = {**self.values, **{name: others.values[name] for name in found}}
         elsewhere = {**self.elsewhere, **{name: others.path_of(name) for name in found}}

@@ -80,7 +80,7 @@ def _untie_if_different(model: Any, folder: Path) -> None:
 
 
 def _names_as_in_others(weights: ModelWeights, names: dict[Place, str]) -> list[str]:
-    """Return what the missing tensors are called in this checkpoint: as those of other layers and experts are."""
+    """Return the names of the missing tensors, spelt as this checkpoint spells those of other layers and experts."""
 
     def path_of(place: Place) -> str:
         return ".".join(filter(None, place))

@@ -71,7 +71,7 @@ class ModelConfig(BaseModelConfig):
     mlp_bias: bool
     rope: RopeConfig
     rotary_dim: int  # how many dimensions of a head, the first ones, are rotated
-    local_rope: RopeConfig | None = None  # of layers with a window, where it is not that of the others
+    local_rope: RopeConfig | None = None  # of layers with a window, where it differs
     attention_scale: float  # the factor of the scores
     attention_soft_cap: float | None = None  # of the scores, see `AttentionSpec`; None: none
     unrotated: tuple[bool, ...]  # which layers know no positions
@@ -123,7 +123,7 @@ class ModelConfig(BaseModelConfig):
 
     @property
     def has_multipliers(self) -> bool:
-        """Return whether embeddings or what is added to the residual stream are multiplied by a number."""
+        """Return whether embeddings, or the outputs of attention and MLP, are multiplied by a number."""
         return self.embedding_multiplier != 1 or self.residual_multiplier != 1
 
     def check_tensor_parallel_size(self, size: int) -> None:

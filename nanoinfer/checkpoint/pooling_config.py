@@ -99,7 +99,7 @@ class PoolingConfig:
 
     @property
     def finds_prefixes(self) -> bool:
-        """Return whether the first tokens may come from the prefix cache, which has no hidden states of them."""
+        """Return whether cached prefixes can be skipped: only the last token's method needs no states of the others."""
         return self.method == "last"
 
     @property

@@ -81,7 +81,7 @@ class QuantizationConfig:
         return not ignored and not self._ignored_name(self._spellings(path, (last,)))  # a checkpoint may pack as we do
 
     def _ignored_name(self, spellings: Iterable[str]) -> str | None:
-        """Return the one of a weight's names by which it is ignored; None if it is not."""
+        """Return which of a weight's names is among the ignored ones; None if none is."""
         plain, expressions = _patterns(self.ignored)
         names = [*spellings]
         for name in names:
@@ -150,12 +150,12 @@ def refuse_the_rest(fields: Fields, harmless: Collection[str] = ()) -> None:
 
 
 def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
-    """Return the modules that fields name. Raises ModelError for what is no list of names."""
+    """Return the modules that fields list. Raises ModelError unless each is a list of names."""
     return tuple(module for name in names for module in checked_names(name, fields.get(name) or []))
 
 
 def checked_names(field: str, names: Any) -> tuple[str, ...]:
-    """Return names of modules. Raises ModelError for what is none."""
+    """Return names of modules. Raises ModelError unless they are a list of valid names."""
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json has quantization_config with {field}={names!r:.200}; it must be a list of names")
     for name in names:

@@ -19,7 +19,7 @@ from nanoinfer.errors import ModelError
 Place = tuple[str, str | None]  # a parameter's name, and the shard of it that one tensor fills; None where that is all
 # A table that we compute, and scales calibrated for a KV cache in 8 bits: ours are those of each token's own vectors.
 NOT_NEEDED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(\w+\.)?(q|k|v|kv|output)_scale$")
-# Tensors that only weights in fewer bits have -> how many these are.
+# Tensors that only weights in fewer bits have -> how many bits.
 FEWER_BITS = {
     **dict.fromkeys(("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_g_idx", "weight_shape"), "4"),
     **dict.fromkeys(("weight_scale", "weight_zero_point"), "8 or 4"),
@@ -32,7 +32,7 @@ NUM_CLOSE = 5  # names suggested for one that is not known
 
 
 class CheckpointNames(Protocol):
-    """What a model says of the names of tensors in its checkpoints."""
+    """Says how checkpoints name the tensors of a model."""
 
     @property
     def ignored_weights(self) -> Collection[str]:
@@ -40,7 +40,7 @@ class CheckpointNames(Protocol):
 
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
-        """How the names of others to skip begin."""
+        """The beginnings of the names of others to skip."""
 
     @property
     def is_tied(self) -> bool:
@@ -236,7 +236,7 @@ class ModelWeights:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
             copies[storage] = host.copy_(storage, non_blocking=True)
         torch.cuda.synchronize()
-        self._on_host |= copies  # all or none: what is kept here comes back
+        self._on_host |= copies  # all or none, so that every copy comes back
         self._free([*params, *buffers])
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
@@ -281,7 +281,7 @@ def must_have_fewer(bits: int, tensor: Tensor) -> str:
 
 
 def check_plain(name: Any, tensor: Any) -> None:
-    """Raise ModelError for what is no name of a weight, or no tensor whose values can be copied."""
+    """Raise ModelError unless a name is a string, and a tensor has values that can be copied."""
     if not isinstance(name, str):
         raise ModelError(f"{name!r:.100} is no name of a weight; give pairs of a name and a tensor, or a dict of these")
     if not isinstance(tensor, Tensor):
@@ -297,7 +297,7 @@ def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the memory of all these tensors, each once, without what is empty."""
+    """Return the memory of all these tensors, each once, if it is not empty."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return [storage for storage in dict.fromkeys(storages) if storage.nbytes()]
 

@@ -21,12 +21,12 @@ from nanoinfer.engine.row_options import identity_of
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
-from nanoinfer.engine.stopping import NO_TOKEN
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
+from nanoinfer.token_ids import NO_TOKEN
 
 logger = logging.getLogger("nanoinfer")
 

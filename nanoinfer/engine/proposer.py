@@ -19,7 +19,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_sharers import split_sharers
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.stopping import NOT_COUNTED
+from nanoinfer.token_ids import NOT_COUNTED
 
 
 class Proposer(Protocol):

@@ -36,7 +36,8 @@ from nanoinfer.engine.prefix_sharers import SharerFinder
 from nanoinfer.engine.proposer import Proposer, add_proposals
 from nanoinfer.engine.scheduled_batch import PrefillChunk, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.stopping import NO_TOKEN, Stopping
+from nanoinfer.engine.stopping import Stopping
+from nanoinfer.token_ids import NO_TOKEN
 
 # Under a long queue, so many rows are refilled at once: a prefill step for each finished sequence would stall decode.
 MIN_REFILLED_ROWS = 16

@@ -12,9 +12,6 @@ from typing import NamedTuple
 from nanoinfer.engine.token_masks import Constraint
 from nanoinfer.sampling_params import SamplingParams
 
-NO_TOKEN = -1  # stands for a sampled id where the logits were NaN or infinite
-NOT_COUNTED = -2  # stands for one that was drawn after a wrong proposal, as in `ops/gumbel_max`
-
 
 class StopTokens(NamedTuple):
     """The stop tokens of a request.

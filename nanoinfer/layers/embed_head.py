@@ -56,7 +56,7 @@ class NoHead(ParallelLMHead):
 
 
 class ScoreHead(nn.Module):
-    """A linear layer of a few outputs, computed in float32. Each rank holds all of it."""
+    """Computes a linear layer of a few outputs, in float32. Each rank holds all of it."""
 
     def __init__(self, hidden_size: int, num_labels: int, has_bias: bool) -> None:
         super().__init__()

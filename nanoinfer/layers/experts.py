@@ -10,7 +10,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import ShardedLinear, wide_rows
 from nanoinfer.ops.common.fp8_format import Activations
-from nanoinfer.quantization.linear_method import WEIGHT, ParamSpec
+from nanoinfer.quantization.linear_method import MATRIX, ParamSpec
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
@@ -47,7 +47,7 @@ class PackedExperts(ShardedLinear):
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         """Cut a tensor of all experts, (num_experts, parts x outputs, inputs), into shards; or one of their scales."""
-        spec = WEIGHT if param is None or param is self.weight else ParamSpec.of(param)
+        spec = MATRIX if param is None or param is self.weight else ParamSpec.of(param)
         num_experts, num_parts, sizes = len(self.weight), len(self.parts), spec.shape(*self.full_shape)
         if not sizes:  # an expert's scale for all inputs
             check_shape(full, (num_experts,))
@@ -100,7 +100,7 @@ class BiasedExperts(PackedExperts):
 
 
 class Experts(nn.Module):
-    """The experts' weights, under the names that checkpoints give them."""
+    """Holds the experts' weights, under the names that checkpoints give them."""
 
     projection: ClassVar[type[PackedExperts]] = PackedExperts
     clamps: tuple[float, float] | None = None  # of gate and up: limit and alpha of `clamped_swiglu`

@@ -15,7 +15,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, wide_rows
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.ops.delta_rule.spec import gated_delta_prefill, gated_delta_step
+from nanoinfer.ops.delta_rule.spec import DeltaRuleWeights, gated_delta_prefill, gated_delta_step
 from nanoinfer.ops.delta_rule_lines.spec import gated_delta_lines
 
 
@@ -128,7 +128,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def input_format(self) -> RowFormat | None:
-        """How the layer wants its inputs: those of the small product stay in the dtype of the model."""
+        """How the layer wants its inputs: the small product needs them in the dtype of the model, too."""
         of_large = self.in_proj_qkvz.input_format
         return of_large and replace(of_large, keeps_wide=True)
 
@@ -148,11 +148,13 @@ class GatedDeltaNet(nn.Module):
         Nothing may be pending in rows of a prefill step, nor of a decode step that computes one token of each.
         """
         qkvz, ba = projected
-        weights = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps
-        layer = states.matrices, states.conv_inputs, *weights
+        matrices, conv_inputs, pending = states.matrices, states.conv_inputs, states.pending
+        weights = DeltaRuleWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps)
         if isinstance(metadata, PrefillMetadata):
-            return gated_delta_prefill(qkvz, ba, rows, metadata.query_lens, metadata.context_lens, *layer)
-        if metadata.num_row_tokens is None:
-            return gated_delta_step(qkvz, ba, rows, positions, *layer)
-        assert states.pending is not None, "states for rows of several tokens are allocated with room for pending ones"
-        return gated_delta_lines(qkvz, ba, rows, positions, metadata.num_row_tokens, states.pending, *layer)
+            lens, context_lens = metadata.query_lens, metadata.context_lens
+            return gated_delta_prefill(qkvz, ba, rows, lens, context_lens, matrices, conv_inputs, weights)
+        num_row_tokens = metadata.num_row_tokens
+        if num_row_tokens is None:
+            return gated_delta_step(qkvz, ba, rows, positions, matrices, conv_inputs, weights)
+        assert pending is not None, "states for rows of several tokens are allocated with room for pending ones"
+        return gated_delta_lines(qkvz, ba, rows, positions, num_row_tokens, pending, matrices, conv_inputs, weights)

@@ -41,11 +41,11 @@ class RMSNorm(nn.Module):
             return self._to_fp8(hidden, residual, out_format)
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps, self.centres), residual
-        weights = self.weight, self.eps, hidden.sum_weight
-        if hidden.all_ranks is not None:
+        weight, eps, sum_weight, others = self.weight, self.eps, hidden.sum_weight, hidden.other_terms
+        if hidden.buffers is not None:
             assert not self.centres, "the kernel that all-reduces subtracts no mean"
-            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.all_ranks, *weights)
-        return add_rms_norm(hidden.all_reduced(), residual, *weights, hidden.other_terms, centres=self.centres)
+            return all_reduce_add_rms_norm(hidden.terms, residual, hidden.buffers, weight, eps, sum_weight)
+        return add_rms_norm(hidden.all_reduced(), residual, weight, eps, sum_weight, others, centres=self.centres)
 
     def of_sum(self, hidden: PartialSum) -> PartialSum:
         """Return the sum, to be normalised by this norm before the next one adds it to the residual stream."""
@@ -54,15 +54,17 @@ class RMSNorm(nn.Module):
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
     ) -> tuple[QuantizedRows, Tensor]:
-        if hidden is None or hidden.all_ranks is not None or self.centres:
+        if hidden is None or hidden.buffers is not None or self.centres:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
-        weights = self.weight, self.eps, hidden.sum_weight
-        return add_rms_norm_to_fp8(hidden.all_reduced(), residual, *weights, out_format, hidden.other_terms)
+        sum_weight, others = hidden.sum_weight, hidden.other_terms
+        return add_rms_norm_to_fp8(
+            hidden.all_reduced(), residual, self.weight, self.eps, sum_weight, out_format, others
+        )
 
 
 class GemmaRMSNorm(RMSNorm):
-    """RMSNorm of 1 + w, where checkpoints hold w: of Gemma 2 and 3, Qwen3-Next and Qwen3.5.
+    """Normalises as RMSNorm, with a weight of 1 + w where checkpoints hold w: of Gemma 2 and 3, Qwen3-Next and Qwen3.5.
 
     The product is in float32, and so is the weight.
     """
@@ -78,14 +80,14 @@ SCALING_NORMS = frozenset({RMSNorm, GemmaRMSNorm})
 
 
 class CohereLayerNorm(RMSNorm):
-    """Layer normalisation without a bias: (x - mean) / std * weight, in float32, and so is the weight."""
+    """Normalises layers without a bias: (x - mean) / std * weight, in float32, and so is the weight."""
 
     centres = True
     weight_dtype = torch.float32
 
 
 class ResidualSum(RMSNorm):
-    """Adds to the residual stream, and hands it on as it is; for layers whose norms come after attention and MLP."""
+    """Adds to the residual stream without a norm, for layers whose norms come after attention and MLP."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
@@ -95,13 +97,13 @@ class ResidualSum(RMSNorm):
     def forward(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat | None = None
     ) -> tuple[Any, Tensor]:
-        assert hidden is None or hidden.all_ranks is None, "a rank has only its own rows of such a sum"
+        assert hidden is None or hidden.buffers is None, "a rank has only its own rows of such a sum"
         total = residual if hidden is None else super().forward(hidden, residual)[1]
         return (total if out_format is None else quantize_rows(total, out_format)), total
 
 
 class ResidualStream:
-    """The residual stream of a step on its way through the layers. Attention and MLPs add to it, norms read it.
+    """Carries a step's residual stream through the layers. Attention and MLPs add to it, norms read it.
 
     What is added waits for the next norm, which does both at once. residual: (num_tokens, hidden_size).
     """
@@ -112,23 +114,23 @@ class ResidualStream:
         self.normed: Any = None
 
     def add(self, terms: PartialSum, norm_of_terms: RMSNorm | None) -> None:
-        """Add terms with the next norm, after a norm of their own if there is one."""
+        """Let the next norm add these terms, after a norm of their own if there is one."""
         terms = terms if norm_of_terms is None else norm_of_terms.of_sum(terms)
         self.added = terms if self.added is None else self.added.plus(terms)
 
     def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
-        """Add what is to be added, and normalise the sum. out_format: as the next product wants its inputs."""
+        """Add the waiting terms, and normalise the sum. out_format: how the next product wants its inputs."""
         self.normed = None  # frees it first
         self.normed, self.residual = norm(self.added, self.residual, out_format)
         self.added = None
 
     def normed_rows(self) -> Activations:
-        """Return what the last norm made, in the format that it was told."""
+        """Return the rows of the last norm, in the format that it was asked for."""
         return self.normed
 
 
 class WholeNorm(ShardedVector):
-    """RMSNorm over all heads of the queries or keys, those of other ranks included (OLMo 2 and 3).
+    """Normalises over all heads of the queries or keys, those of other ranks included (OLMo 2 and 3).
 
     split: which of the heads this rank has; ranks may share some, which count once.
     """

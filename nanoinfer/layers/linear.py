@@ -15,9 +15,9 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.common.symmetric_buffers import SymmetricBuffers
 from nanoinfer.quantization.linear_method import (
+    MATRIX,
     MIN_UNSPLIT_OUTPUTS,
     PER_OUTPUT,
-    WEIGHT,
     LinearMethod,
     ParamSpec,
     stored,
@@ -25,7 +25,7 @@ from nanoinfer.quantization.linear_method import (
 
 
 class ShardedLinear(nn.Module):
-    """What the linear layers have in common.
+    """Holds what the linear layers have in common.
 
     is_row_parallel: whether the ranks split the inputs, and not the outputs. rounds_at_load: whether a checkpoint in 16
     bits has its weight rounded to fewer, if the user asks for that. shape: of this rank's weight, (..., outputs,
@@ -58,7 +58,7 @@ class ShardedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """y = x W^T + b with the outputs split over the ranks.
+    """Computes y = x W^T + b with the outputs split over the ranks.
 
     output_sizes: the full sizes of the weights packed in this layer, by the name of their shard, in order.
     splits: how a shard is split, if not by `tp`.
@@ -90,7 +90,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         """Cut a tensor that the checkpoint also packs into full shards."""
-        spec = WEIGHT if param is None else ParamSpec.of(param)
+        spec = MATRIX if param is None else ParamSpec.of(param)
         if full.numel() == 1 or spec.output_dim is None:  # a scale of all, or the order of inputs
             return dict.fromkeys(self.full_sizes, full)
         sizes, dim = [spec.num_entries(size) for size in self.full_sizes.values()], spec.output_dim
@@ -166,24 +166,24 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The output of a row-parallel product, in terms that the next RMSNorm adds up.
+    """Holds the output of a row-parallel product, in terms that the next RMSNorm adds up.
 
     terms: (num_terms, num_tokens, hidden_size): one term that is the output, or several, such as the parts of split-K.
-    all_ranks: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
+    buffers: where the ranks exchange their terms, if the kernel of the norm does the all-reduce.
     sum_weight: (hidden_size,), of a norm of the sum before it is added to the residual stream; None for no such norm.
     tp: the ranks that must still all-reduce the terms, one on each; None if there is no need, or the norm does it.
     other_terms: further terms in a tensor of their own, contiguous, in any dtype; None for none. With one rank only.
     """
 
     terms: Tensor
-    all_ranks: SymmetricBuffers | None = None
+    buffers: SymmetricBuffers | None = None
     sum_weight: Tensor | None = None
     tp: TensorParallel | None = None
     other_terms: Tensor | None = None
 
     def plus(self, other: "PartialSum") -> "PartialSum":
         """Return the sum of both, which the ranks all-reduce once. Neither is to be all-reduced by a norm."""
-        assert self.all_ranks is other.all_ranks is None, "a norm all-reduces one product alone"
+        assert self.buffers is other.buffers is None, "a norm all-reduces one product alone"
         if self.tp is None:
             others = [part for part in (self.other_terms, other.terms, other.other_terms) if part is not None]
             return replace(self, other_terms=others[0] if len(others) == 1 else torch.cat(others))
@@ -204,24 +204,19 @@ class PartialSum:
 
 
 class RowParallelLinear(ShardedLinear):
-    """y = x W^T + b with the inputs split over the ranks.
+    """Computes y = x W^T + b with the inputs split over the ranks.
 
     A product of few rows and few columns has too few tiles to fill a GPU. So a small step is computed by split-K:
     several partial sums at the same time. On several GPUs it leaves the all-reduce, too, to the kernel of the next
     norm, where the GPUs reach each other's memory.
-
-    is_sum_whole: whether each rank needs all rows of the sum, and not only of its norm: then the sum is made here.
     """
 
     is_row_parallel = True
 
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, is_sum_whole: bool = False
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel) -> None:
         local_size = tp.shard_size(input_size, "row-parallel input size")
         super().__init__((output_size, local_size), (output_size, input_size), bias)
         self.tp = tp
-        self.is_sum_whole = is_sum_whole
 
     def weight_loader(self, param: Tensor, full: Tensor) -> None:
         for place, part in self.quant_method.prepare(self, param, full, None):
@@ -231,7 +226,7 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Activations) -> PartialSum:
         """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
-        buffers = None if self.is_sum_whole else sum_buffers(self.tp, len(x))
+        buffers = sum_buffers(self.tp, len(x))
         if self.tp.size == 1 or buffers is not None:
             return PartialSum(self.quant_method.apply_split(self, x, bias), buffers)
         return PartialSum(self.quant_method.apply(self, x, bias).unsqueeze(0), tp=self.tp)

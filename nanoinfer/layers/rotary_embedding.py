@@ -42,7 +42,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_embeddings(config: ModelConfig, max_positions: int, is_interleaved: bool) -> list[RotaryEmbedding]:
-    """Return that of each layer; equal ones are one module. A model that scales queries has no RoPE of local layers."""
+    """Return the rotary embedding of each layer. Layers with equal ones share a module."""
     rotary = partial(RotaryEmbedding, max_positions=max_positions, is_interleaved=is_interleaved)
     common = local = rotary(config)
     if config.local_rope is not None:

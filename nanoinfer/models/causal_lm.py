@@ -23,7 +23,7 @@ BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoint
 
 
 class DecoderForCausalLM(NativeModel):
-    """A decoder and its head: the whole model, or one rank's share of it. The head may score texts, or be absent.
+    """Holds a decoder and its head: the whole model, or a rank's share. The head may score texts, or be absent.
 
     An architecture is a subclass that says what is special: in its layers by a `spec`, in its config.json by
     `config_defaults` and `config_readers`, in the names of its weights by what `CheckpointNames` in `weights.py` lists.
@@ -32,7 +32,7 @@ class DecoderForCausalLM(NativeModel):
     """
 
     spec: ClassVar[DecoderSpec] = DecoderSpec()
-    # How the names of tensors begin that are not needed: those of vision models.
+    # How the names of tensors begin that are not needed, because they belong to vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),
         *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),

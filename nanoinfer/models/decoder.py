@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.block_layout import num_local_kv_heads
 from nanoinfer.caches.cache_groups import CacheGroups, LayerPlace
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -30,35 +30,30 @@ from nanoinfer.layers.linear import (
     ShardedVector,
 )
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
-from nanoinfer.models.decoder_spec import DecoderSpec
+from nanoinfer.models.decoder_spec import DecoderSetup, DecoderSpec, Mixer
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Layer, LayerStack, Way
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.linear_method import ProductKind
-from nanoinfer.quantization.method_selection import with_quantization
+from nanoinfer.quantization.method_selection import quantize_layer
 
 
 class DecoderAttention(nn.Module):
-    """Attention and the products before and after it. place: which part of the step's memory it takes."""
+    """Computes attention and the products before and after it.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: DecoderSpec,
-        place: LayerPlace,
-        window: int | None,
-        rotary_emb: RotaryEmbedding,
-        backends: AttentionBackends,
-        tp: TensorParallel,
-    ) -> None:
+    place: which part of the KV cache is this layer's. window: how many tokens each token attends to, or None for all.
+    """
+
+    def __init__(self, setup: DecoderSetup, place: LayerPlace, window: int | None, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
+        config, spec, tp = setup.config, setup.spec, setup.tp
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv_bias = spec.qkv_bias or config.attention_bias
+        qkv_bias, o_bias = spec.qkv_bias or config.attention_bias, spec.o_bias and config.attention_bias
         self.place = place
-        heads = head_dim, num_heads, num_kv_heads
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, bias=qkv_bias, tp=tp, has_gates=spec.has_gates)
-        sizes = num_heads * head_dim, config.hidden_size
-        self.o_proj = RowParallelLinear(*sizes, spec.o_bias and config.attention_bias, tp, spec.adds_whole_sums)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, head_dim, num_heads, num_kv_heads, qkv_bias, tp, has_gates=spec.has_gates
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, o_bias, tp)
         self.has_whole_norms = spec.whole_qk_norm
         if spec.whole_qk_norm:
             of_keys = tp.split_of_kv_heads(num_kv_heads)
@@ -70,7 +65,7 @@ class DecoderAttention(nn.Module):
             self.k_norm = spec.norm(head_dim, config.rms_norm_eps) if has_norms else None
         attention = AttentionSpec(
             num_heads=tp.shard_size(num_heads, "query heads"),
-            num_kv_heads=KVLayout.of(config, tp).num_heads,
+            num_kv_heads=num_local_kv_heads(config, tp),
             head_dim=head_dim,
             scale=config.attention_scale,
             window=window,
@@ -79,7 +74,7 @@ class DecoderAttention(nn.Module):
         )
         self.sinks = ShardedVector(num_heads, tp) if spec.has_sinks else None
         self.heads_size = attention.num_heads * head_dim
-        self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(attention, place))
+        self.attn = Attention(rotary_emb, config.rms_norm_eps, setup.backends.for_layer(attention, place))
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -93,7 +88,8 @@ class DecoderAttention(nn.Module):
         gates = None
         if self.qkv_proj.has_gates:
             gates, qkv = qkv[..., : self.heads_size], qkv[..., self.heads_size :]
-            gates = (gates.sum(0, dtype=torch.float32).to(gates.dtype) if gates.dim() == 3 else gates).sigmoid()
+            if gates.dim() == 3:  # partial sums
+                gates = gates.sum(0, dtype=torch.float32).to(gates.dtype)
         scales = self.attn.rotary_emb.query_scales
         if scales is not None:
             qkv[..., : self.heads_size].mul_(scales[step.positions].to(qkv.dtype))
@@ -101,14 +97,14 @@ class DecoderAttention(nn.Module):
             qkv, norm_weights = normalise_wholly(qkv, self.q_norm, self.k_norm), None
         else:
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        cache, metadata = step.kv_cache.layer(self.place), step.attention_of(self.place.table)
+        cache, metadata = step.kv_cache.layer(self.place), step.metadata[self.place.table]
         sinks = None if self.sinks is None else self.sinks.weight
         heads = self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
-        return heads if gates is None else heads * gates
+        return heads if gates is None else heads * gates.sigmoid()
 
 
 class DecoderLinearAttention(GatedDeltaNet):
-    """Linear attention in the place of a layer's attention. index: which part of the step's states it takes."""
+    """Computes linear attention in the place of attention. index: which of the recurrent states are this layer's."""
 
     def __init__(self, config: ModelConfig, index: int, is_interleaved: bool, tp: TensorParallel) -> None:
         assert config.linear_attention is not None, "the config says which layers have linear attention"
@@ -123,20 +119,19 @@ class DecoderLinearAttention(GatedDeltaNet):
     def attend(self, projected: tuple[Tensor, Tensor], step: ForwardStep) -> Tensor:
         """Return the heads' outputs, (num_tokens, o_proj's input size). projected: what `project` returns."""
         assert step.recurrent_states is not None, "a model with linear attention gets states with each step"
-        assert step.rows is not None, "a model with linear attention gets the rows of the states with each step"
         states = step.recurrent_states.layer(self.index)
         return self.mix(projected, step.rows, step.positions, step.attention, states)
 
 
 class DecoderMLP(nn.Module):
-    """The dense MLP. It computes padding rows too, which cost nothing beside the weights."""
+    """Computes the dense MLP, of padding rows too, which cost nothing beside the weights."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         self.activation = spec.activation
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, size, bias=bias, tp=tp)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, tp, spec.adds_whole_sums)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, tp)
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -147,7 +142,7 @@ class DecoderMLP(nn.Module):
 
 
 class LayerNorms(NamedTuple):
-    """The norms of a layer after its attention: of attention's own output, the MLP's input, the MLP's own output.
+    """Holds the norms of a layer after its attention: of attention's output, the MLP's input, the MLP's output.
 
     Without one before the MLP, attention and MLP read the same rows, and both are added to the residual stream at once.
     """
@@ -158,36 +153,23 @@ class LayerNorms(NamedTuple):
 
 
 class DecoderLayer(Layer):
-    """One layer: a mixer, which is attention or linear attention, and an MLP.
+    """Computes a layer: a mixer, which is attention or linear attention, and an MLP. window: of its attention."""
 
-    window: how many tokens each token attends to, or None for all. groups: where layers find their part of the cache.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: DecoderSpec,
-        index: int,
-        window: int | None,
-        groups: CacheGroups,
-        rotary_emb: RotaryEmbedding,
-        backends: AttentionBackends,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, setup: DecoderSetup, index: int, window: int | None, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
+        config, spec, tp = setup.config, setup.spec, setup.tp
         self.spec = spec
         self.residual_multiplier = config.residual_multiplier
         self.has_multipliers = config.has_multipliers
         moe = config.moe if config.moe is not None and config.moe.has_experts[index] else None
         self.has_experts = moe is not None
-        index_of_kind = sum(config.is_linear(other) == config.is_linear(index) for other in range(index))
         self.is_linear = config.is_linear(index)
+        num_before = [config.is_linear(other) for other in range(index)].count(self.is_linear)  # of its kind
         if self.is_linear:
-            self.linear_attn = DecoderLinearAttention(config, index_of_kind, spec.interleaves_linear, tp)
+            self.linear_attn = DecoderLinearAttention(config, num_before, spec.interleaves_linear, tp)
         else:
-            place = groups.places[index_of_kind]
             attention = spec.attention or DecoderAttention
-            self.self_attn: DecoderAttention = attention(config, spec, place, window, rotary_emb, backends, tp)
+            self.self_attn: Any = attention(setup, setup.groups.places[num_before], window, rotary_emb)
         of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
@@ -205,7 +187,7 @@ class DecoderLayer(Layer):
             )
 
     @property
-    def mixer(self) -> DecoderAttention | DecoderLinearAttention:
+    def mixer(self) -> Mixer:
         return self.linear_attn if self.is_linear else self.self_attn
 
     @cached_property
@@ -242,7 +224,7 @@ class DecoderLayer(Layer):
 
 
 class Decoder(LayerStack):
-    """Embeddings, layers and the last norm. max_positions: how many positions the rotary tables have."""
+    """Holds embeddings, layers and the last norm. max_positions: how many positions the rotary tables have."""
 
     layers: Sequence[DecoderLayer]
 
@@ -256,15 +238,19 @@ class Decoder(LayerStack):
     ) -> None:
         super().__init__()
         self.tp = tp
+        if spec.needs_whole_sums:
+            tp = replace(tp, symmetric_memory=None)
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
-        windows, groups = config.windows_within(max_positions), CacheGroups.of(config, max_positions, tp)
+        setup = DecoderSetup(config, spec, backends, CacheGroups.of(config, max_positions, tp), tp)
+        windows = config.windows_within(max_positions)
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
-        layers = (
-            DecoderLayer(config, spec, index, window, groups, embedding, backends, tp)
-            for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True))
-        )
-        self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(with_quantization(layers, config.quantization)))
+        layers: list[DecoderLayer] = []
+        for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True)):
+            layers.append(DecoderLayer(setup, index, window, embedding))
+            # At once: there may be no memory for all layers in 16 bits.
+            quantize_layer(layers[-1], f"model.layers.{index}", config.quantization)
+        self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(layers))
         self.has_experts = any(layer.has_experts for layer in self.layers)
         self.norm = spec.norm(config.hidden_size, config.rms_norm_eps)
 

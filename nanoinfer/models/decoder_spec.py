@@ -1,28 +1,57 @@
-"""How an architecture differs from the common decoder."""
+"""How an architecture differs from the common decoder, and what its layers are made of."""
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from nanoinfer.caches.cache_groups import CacheGroups
+from nanoinfer.checkpoint.model_config import ModelConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.embed_head import VocabParallelEmbedding
 from nanoinfer.layers.layernorm import SCALING_NORMS, RMSNorm
+from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
+from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Way
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 
-# Which ways serve a field with another value than its default: those of a field that says nothing are none.
-# `few_rows_layer.py` serves what differs within attention, or outside of the layers; the others call a layer's own
-# norms and MLP.
-ALL_WAYS = {"ways": frozenset(Way)}
-IN_PIECES = {"ways": frozenset({Way.GRAPHS, Way.SLICES})}
+# The fields of `DecoderSpec` that may differ from their defaults in layers that go by all ways: they say what differs
+# within attention, or outside of the layers.
+SERVED_BY_ALL_WAYS = frozenset(
+    (
+        *("qkv_bias", "qk_norm", "whole_qk_norm", "interleaves_rotary", "o_bias", "has_sinks", "interleaves_linear"),
+        *("embedding", "experts"),
+    )
+)
+# Those that may differ too where a way calls a layer's own norms and MLP: not `few_rows_layer.py`.
+SERVED_IN_PIECES = frozenset(("has_post_norms", "norm", "activation"))
+
+
+class Mixer(Protocol):
+    """Says what a layer asks of its attention, of whichever kind: of `DecoderAttention`, say, or linear attention."""
+
+    @property
+    def input_format(self) -> RowFormat | None:
+        """How `project` wants its inputs: None for the dtype of the model."""
+
+    @property
+    def o_proj(self) -> RowParallelLinear:
+        """The output product."""
+
+    def project(self, hidden: Activations) -> Any:
+        """Compute what `attend` takes from the layer's normalised inputs."""
+
+    def attend(self, projected: Any, step: ForwardStep) -> Tensor:
+        """Return the heads' outputs, (num_tokens, o_proj's input size). Only this mixes tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """How an architecture differs from the common decoder.
+    """Says how an architecture differs from the common decoder.
 
     qkv_bias: whether queries, keys and values have biases even without attention_bias in config.json. That field adds
     biases to them and to the output product.
@@ -37,39 +66,51 @@ class DecoderSpec:
     has_sinks: whether each query head has a sink, see `AttentionSpec`.
     has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
     interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
-    attention: the class of a layer's attention, called as `DecoderAttention`, and with its attributes `input_format`
-    and `o_proj`, `project` and `attend`; None for `DecoderAttention`.
+    attention: the class of a layer's attention, a `Mixer`, called as `DecoderAttention`; None for `DecoderAttention`.
     norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
     products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
     """
 
-    qkv_bias: bool = field(default=False, metadata=ALL_WAYS)
-    qk_norm: bool = field(default=False, metadata=ALL_WAYS)
-    whole_qk_norm: bool = field(default=False, metadata=ALL_WAYS)
-    has_post_norms: bool = field(default=False, metadata=IN_PIECES)
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    whole_qk_norm: bool = False
+    has_post_norms: bool = False
     has_pre_norms: bool = True
     has_parallel_block: bool = False
-    interleaves_rotary: bool = field(default=False, metadata=ALL_WAYS)
-    o_bias: bool = field(default=True, metadata=ALL_WAYS)
-    has_sinks: bool = field(default=False, metadata=ALL_WAYS)
+    interleaves_rotary: bool = False
+    o_bias: bool = True
+    has_sinks: bool = False
     has_gates: bool = False
-    interleaves_linear: bool = field(default=False, metadata=ALL_WAYS)
-    attention: Callable[..., Any] | None = None
-    norm: type[RMSNorm] = field(default=RMSNorm, metadata=IN_PIECES)
-    embedding: type[VocabParallelEmbedding] = field(default=VocabParallelEmbedding, metadata=ALL_WAYS)
-    activation: Callable[[Tensor, RowFormat | None], Activations] = field(default=silu_and_mul, metadata=IN_PIECES)
-    experts: Callable[..., SparseMoE] = field(default=SparseMoE, metadata=ALL_WAYS)
+    interleaves_linear: bool = False
+    attention: Callable[..., Mixer] | None = None
+    norm: type[RMSNorm] = RMSNorm
+    embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
+    activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
+    experts: Callable[..., SparseMoE] = SparseMoE
 
     @property
     def ways(self) -> Set[Way]:
         """Which ways serve all that differs from the common decoder; see `Layer.ways`."""
         if self.norm not in SCALING_NORMS:
             return frozenset()
-        differing = [one for one in fields(self) if getattr(self, one.name) != one.default]
-        return {way for way in Way if all(way in one.metadata.get("ways", ()) for one in differing)}
+        differing = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        if differing <= SERVED_BY_ALL_WAYS:
+            return frozenset(Way)
+        return {Way.GRAPHS, Way.SLICES} if differing <= SERVED_BY_ALL_WAYS | SERVED_IN_PIECES else frozenset()
 
     @property
-    def adds_whole_sums(self) -> bool:
-        """Whether what attention and MLP add is all-reduced before the next norm, see `RowParallelLinear`."""
-        # The kernel that all-reduces and normalises knows no other norms.
+    def needs_whole_sums(self) -> bool:
+        """Whether the ranks all-reduce what is added to the residual stream before the next norm, and not within it."""
+        # The kernel that does both knows no other norms, and leaves a rank only its own rows of the stream.
         return self.has_parallel_block or not self.has_pre_norms or self.norm not in SCALING_NORMS
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSetup:
+    """Holds what all layers of a decoder are made by."""
+
+    config: ModelConfig
+    spec: DecoderSpec
+    backends: AttentionBackends
+    groups: CacheGroups  # say which part of the KV cache is a layer's
+    tp: TensorParallel

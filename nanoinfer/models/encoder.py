@@ -58,7 +58,7 @@ def whole(sum_of_ranks: PartialSum) -> Tensor:
 
 
 class EncoderAttention(nn.Module):
-    """Attention of all tokens of a text to all others, or to those within a window to either side."""
+    """Attends from all tokens of a text to all others, or to those within a window to either side."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class EncoderAttention(nn.Module):
         super().__init__()
         num_heads, head_dim, bias = config.num_attention_heads, config.head_dim, config.attention_bias
         self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, num_heads, num_heads, bias=bias, tp=tp)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, tp, is_sum_whole=True)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, tp)
         heads = tp.shard_size(num_heads, "attention heads")
         spec = AttentionSpec(heads, heads, head_dim, config.attention_scale, window, causal=False)
         self.attn = Attention(rotary_emb, config.rms_norm_eps, backends.for_layer(spec, LayerPlace()))
@@ -82,7 +82,7 @@ class EncoderAttention(nn.Module):
 
 
 class EncoderMLP(nn.Module):
-    """act(x W1) W2; with a gate, (act(x W1) * (x W3)) W2."""
+    """Computes act(x W1) W2; with a gate, (act(x W1) * (x W3)) W2."""
 
     def __init__(self, config: ModelConfig, is_gated: bool, tp: TensorParallel) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class EncoderMLP(nn.Module):
         sizes = {"gate": size, "up": size} if is_gated else {"up": size}
         self.activation = ACTIVATIONS[encoder_config(config).activation]
         self.up_proj = ColumnParallelLinear(config.hidden_size, sizes, bias=config.mlp_bias, tp=tp)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp, is_sum_whole=True)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, config.mlp_bias, tp)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return whole(self.down_proj(self._activated(self.up_proj(hidden))))
@@ -105,7 +105,7 @@ class EncoderMLP(nn.Module):
 
 
 class EncoderLayer(Layer):
-    """A layer; ModernBERT's first one has no norm before its attention, since the embedding has one."""
+    """Computes a layer. ModernBERT's first has no norm before its attention, since the embedding has one."""
 
     ways: ClassVar[frozenset[Way]] = frozenset({Way.GRAPHS})
 
@@ -123,9 +123,9 @@ class EncoderLayer(Layer):
         is_local = bool(encoder.local_layers) and encoder.local_layers[index]
         self.self_attn = EncoderAttention(config, encoder.window if is_local else None, rotary_emb, backends, tp)
         self.mlp = EncoderMLP(config, self.is_pre_norm, tp)
-        options = config.hidden_size, config.rms_norm_eps, encoder.norm_bias
-        self.attn_norm: Any = nn.Identity() if self.is_pre_norm and index == 0 else LayerNorm(*options)
-        self.mlp_norm = LayerNorm(*options)
+        norm = partial(LayerNorm, config.hidden_size, config.rms_norm_eps, encoder.norm_bias)
+        self.attn_norm: Any = nn.Identity() if self.is_pre_norm and index == 0 else norm()
+        self.mlp_norm = norm()
 
     def normalise_input(self, stream: ResidualStream) -> None:
         stream.normed = self.attn_norm(stream.residual) if self.is_pre_norm else stream.residual
@@ -154,7 +154,7 @@ class EncoderLayer(Layer):
 
 
 class Encoder(LayerStack):
-    """Embeddings, layers, and ModernBERT's last norm."""
+    """Holds embeddings, layers, and ModernBERT's last norm."""
 
     layers: Sequence[EncoderLayer]
 
@@ -164,8 +164,9 @@ class Encoder(LayerStack):
         super().__init__()
         encoder = encoder_config(config)
         self.tp, size, one_rank = tp, config.hidden_size, TensorParallel()  # each rank holds small tables whole
+        tp = replace(tp, symmetric_memory=None)  # its norms do no all-reduces
         self.first_position = encoder.first_position
-        norm = size, config.rms_norm_eps, encoder.norm_bias
+        norm = partial(LayerNorm, size, config.rms_norm_eps, encoder.norm_bias)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, tp)
         self.position_embeddings, self.token_type_embeddings = None, None
         if encoder.first_position is not None:
@@ -174,7 +175,7 @@ class Encoder(LayerStack):
         if encoder.type_vocab_size:
             self.token_type_embeddings = VocabParallelEmbedding(encoder.type_vocab_size, size, one_rank)
         self.has_second_types = encoder.type_vocab_size > 1
-        self.embedding_norm = LayerNorm(*norm)
+        self.embedding_norm = norm()
         rotations = [
             RotaryEmbedding(
                 replace(config, rope=RopeConfig("default", theta, {})),
@@ -188,7 +189,7 @@ class Encoder(LayerStack):
             EncoderLayer(config, index, rotations[is_local], backends, tp) for index, is_local in enumerate(local)
         ]
         self.layers = cast(Sequence[EncoderLayer], nn.ModuleList(layers))
-        self.final_norm = nn.Identity() if self.position_embeddings is not None else LayerNorm(*norm)
+        self.final_norm = nn.Identity() if self.position_embeddings is not None else norm()
 
     def embed(self, step: ForwardStep) -> Tensor:
         hidden = self.embed_tokens(step.token_ids)
@@ -230,7 +231,7 @@ class EncoderScore(nn.Module):
 
 
 class EncoderModel(NativeModel):
-    """An encoder, and the head of a classifier.
+    """Holds an encoder, and the head of a classifier.
 
     An architecture is a subclass that reads its config.json, and says how a checkpoint calls the weights.
     """

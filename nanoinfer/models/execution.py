@@ -1,7 +1,7 @@
 """Chooses how a step goes through a decoder: the common way, with the kernels for few rows, in slices, or by graphs.
 
 The runner asks `PrefillGraphs.choose` before it asks the model. Where hidden states of layers are wanted, the pooler
-takes the common way. What counts are the ways that layers declare, never the classes of their parts.
+takes the common way. Layers declare by which ways they can go; nothing here looks at the classes of their parts.
 """
 
 import os
@@ -70,7 +70,7 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
     if products:
         run(products.pop(0))  # alone, since Triton sets itself up with its first kernel
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(run, reversed(products))  # those of the most rows take the longest
+        compiled = pool.map(run, reversed(products))  # products of the most rows take the longest
         yield
         list(compiled)  # raises what they raised
 
@@ -101,7 +101,7 @@ def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillGraphs:
-    """What computes the prefill steps that have CUDA graphs: small ones, and the largest if it has slices."""
+    """Holds what computes the prefill steps that have CUDA graphs: small ones, and the largest if it has slices."""
 
     small: SmallPrefillGraphs | None = None
     largest: SlicedPrefillGraphs | None = None

@@ -20,15 +20,15 @@ class ForwardStep:
     token_ids: Tensor  # (num_tokens,) int32
     positions: Tensor  # (num_tokens,) int64, each within its sequence
     kv_cache: KVCache
-    attention: Metadata  # of a prefill step or of a decode step: lengths, slots, the first block table of the rows
+    metadata: tuple[Metadata, ...]  # of a prefill or of a decode step, by block table: lengths, slots, blocks
+    rows: Tensor  # (num_chunks,) or (num_rows,) int32: of the step tables, and of the recurrent states
+    recurrent_states: RecurrentStates | None  # of layers with linear attention; None where there are none
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
-    recurrent_states: RecurrentStates | None = None  # of layers with linear attention; None where there are none
-    rows: Tensor | None = None  # (num_chunks,) or (num_rows,) int32: whose states they are; None where there are none
-    more_attention: tuple[Metadata, ...] = ()  # by the block tables after the first: other slots, and maybe windows
     token_types: Tensor | None = None  # (num_tokens,) int32: 1 in the second text of a pair; None where all are 0
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
     routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
-    def attention_of(self, table: int) -> Metadata:
-        """Return the metadata by a block table: see `caches/cache_groups.py`."""
-        return self.more_attention[table - 1] if table else self.attention
+    @property
+    def attention(self) -> Metadata:
+        """The metadata by the first block table, where all that matters are the lengths or what kind of step it is."""
+        return self.metadata[0]

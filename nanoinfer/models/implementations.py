@@ -19,6 +19,7 @@ from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import SUPPORTED, get_model_class
 from nanoinfer.models.interface import Model
 from nanoinfer.models.native_config import read_native_folder
+from nanoinfer.quantization.method_selection import log_widening
 
 logger = logging.getLogger("nanoinfer")
 
@@ -74,17 +75,18 @@ def load(
     max_positions: int,
     backends: AttentionBackends,
     tp: TensorParallel,
-    device: torch.device,
-    dtype: torch.dtype,
 ) -> Model:
-    """Return a model with its weights, or random ones, on the device. max_positions: the longest sequence."""
+    """Return a model with its weights, or random ones, on the device of its backends.
+
+    max_positions: the longest sequence.
+    """
     random_seed = options.seed + tp.rank if options.load_format == "dummy" else None
     if not isinstance(config, ModelConfig):
         from nanoinfer.models.transformers.transformers_model import TransformersModel
 
-        of_device = backends, device, dtype
-        return TransformersModel.load(config, folder, max_positions, *of_device, random_seed, options.compile)
-    with torch.device(device), default_dtype(dtype):
+        return TransformersModel.load(config, folder, max_positions, backends, random_seed, options.compile)
+    log_widening(config.quantization, backends.device)
+    with torch.device(backends.device), default_dtype(backends.dtype):
         model = get_model_class(config.architecture)(config, max_positions, backends, tp)
     if random_seed is None:
         load_model(model, folder)

@@ -19,7 +19,7 @@ from nanoinfer.models.forward_step import ForwardStep
 
 
 class Way(Enum):
-    """How a step may go through a layer, other than eagerly; `execution.py` chooses."""
+    """Names the ways of a step through a layer, other than eagerly; `execution.py` chooses."""
 
     FEW_ROWS = auto()  # `few_rows_layer.py`
     GRAPHS = auto()  # `prefill_graphs.py`
@@ -27,7 +27,7 @@ class Way(Enum):
 
 
 class Layer(nn.Module, ABC):
-    """A layer in parts, each of which takes the residual stream. Only `attend` mixes tokens."""
+    """Computes a layer in parts, each of which takes the residual stream. Only `attend` mixes tokens."""
 
     def forward(self, stream: ResidualStream, step: ForwardStep) -> None:
         self.normalise_input(stream)
@@ -76,7 +76,7 @@ RunLayer = Callable[[Layer, ResidualStream, ForwardStep], None]
 
 
 class LayerStack(nn.Module, ABC):
-    """Embeddings, layers and the last norm: a decoder or an encoder."""
+    """Holds embeddings, layers and the last norm: a decoder or an encoder."""
 
     layers: Sequence[Layer]
     tp: TensorParallel
@@ -101,7 +101,7 @@ class LayerStack(nn.Module, ABC):
         return self.finish(stream)
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a step the common way; return its hidden states and those of layers, (num_tokens, hidden_size) each.
+        """Run a step the common way; return its hidden states and some layers' own, (num_tokens, hidden_size) each.
 
         layers: counted as in transformers' output_hidden_states: 0 is the embedding, i is what layer i - 1 hands on,
         and the last is that after the final norm.

@@ -4,4 +4,4 @@ from nanoinfer.models.causal_lm import DecoderForCausalLM
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """The common decoder as it is."""
+    """Takes the common decoder as it is."""

@@ -76,12 +76,12 @@ def read_native_config(whole: Fields | Mapping[str, Any], quantization: str | No
             fields.must_be(name, neutral)
     if head is not None and head.kind == "sequence" and not is_encoder:
         head = replace(head, pad_token_id=read_padding(fields))
-    names = model_class.packed_modules_mapping, model_class.renamed_modules
+    packed, renamed = model_class.packed_modules_mapping, model_class.renamed_modules
     config = ModelConfig(
         architecture=architecture,
         dtype=dtype_name(fields.get("dtype") or fields.get("torch_dtype")),
         head=head,
-        quantization=read_quantization(fields, quantization, *names),
+        quantization=read_quantization(fields, quantization, packed, renamed),
         **values,
     )
     config.check(quantization)
@@ -89,7 +89,7 @@ def read_native_config(whole: Fields | Mapping[str, Any], quantization: str | No
 
 
 def _text_part(whole: Fields, architecture: str) -> tuple[Fields, str]:
-    """Return the fields of the text model, and its class where a config.json says of which type it is.
+    """Return the fields of the text model, and its class where a config.json gives its type.
 
     Raises ModelError for a text model of another type than we know of this architecture.
     """

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: the common decoder, packed in the checkpoint as it is here, often rotated in part."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: the common decoder, packed alike in checkpoints; often a part of a head is rotated."""
 
 from typing import ClassVar
 

@@ -80,7 +80,7 @@ def run_pieces(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step:
 
 
 class PieceGraphs:
-    """The pieces of a step as CUDA graphs, which share one memory pool.
+    """Captures the pieces of a step as CUDA graphs, which share one memory pool.
 
     They hold the addresses of the weights, so others are captured when an engine wakes up. pool: of other graphs, which
     never run between these; None for one of their own.
@@ -158,7 +158,7 @@ class SmallPrefillGraphs(ABC):
         """Do what the model's `forward` does. graphs: what `capture` returned for this size; None: not captured yet."""
 
     def serves(self, num_tokens: int, num_chunks: int) -> bool:
-        """Return whether graphs pay for such a step: it has few tokens, or many short texts."""
+        """Return whether graphs pay for a step: if it has few tokens, or many short texts."""
         if num_tokens <= self._always_served:
             return True
         return not self._has_failed and num_tokens <= min(self.sizes[-1], MAX_MEAN_TEXT * num_chunks)
@@ -173,7 +173,7 @@ class SmallPrefillGraphs(ABC):
         return self.compute(step, size, self._graphs.get(size))
 
     def graphs_of(self, sizes: Iterable[int], pool: Any = None) -> dict[int, Any]:
-        """Capture sizes, of which the largest comes first: the others fit into its memory. pool: see `PieceGraphs`."""
+        """Capture sizes, the largest first, so that the others fit into its memory. pool: see `PieceGraphs`."""
         graphs: dict[int, Any] = {}
         for size in sizes:
             graphs[size] = self.capture(size, pool)

@@ -35,7 +35,7 @@ def sliced_prefill(decoder: Decoder, step: ForwardStep) -> Tensor:
 
 
 class SlicedPrefillGraphs:
-    """`sliced_prefill` for steps of `num_tokens` tokens, with what lies between two attentions as CUDA graphs."""
+    """Does `sliced_prefill` for steps of `num_tokens` tokens, with CUDA graphs of what lies between two attentions."""
 
     def __init__(self, decoder: Decoder, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -117,7 +117,7 @@ def _pipeline(slices: list["Slice"], *stages: tuple[int, Callable[["Slice"], Non
 
 
 class Slice(ResidualStream):
-    """One slice of a step on its way through the layers.
+    """Carries one slice of a step through the layers.
 
     Each rank keeps the residual of the rows that it owns. What is added, or normalised, is exchanged at once. index:
     the slice's number in exchanges. rows, qkv, heads: its part of the step's `Buffers`.
@@ -150,8 +150,10 @@ class Slice(ResidualStream):
             normed.copy_(rms_norm(self.residual, norm.weight, norm.eps))
         else:
             received = self._exchange.received(self._index, len(normed))
-            weights, terms = (norm.weight, norm.eps, self.added.sum_weight), self._own(self.added.terms[0])
-            _, self.residual = add_rms_norm(terms, self.residual, *weights, other_terms=received, out=normed)
+            terms, sum_weight = self._own(self.added.terms[0]), self.added.sum_weight
+            _, self.residual = add_rms_norm(
+                terms, self.residual, norm.weight, norm.eps, sum_weight, other_terms=received, out=normed
+            )
             self.added = None
         self._exchange.start_all_gather(self._index, len(self._rows))
 

@@ -31,8 +31,8 @@ from nanoinfer.ops.common.fp8_format import (
 from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.quantization.linear_method import (
+    MATRIX,
     PER_OUTPUT,
-    WEIGHT,
     LinearMethod,
     ParamSpec,
     ProductKind,
@@ -43,7 +43,7 @@ from nanoinfer.quantization.linear_method import (
 
 BLOCK_SIZE = 128  # rows and columns of a weight, and inputs of a token, that share a scale
 MAX_SPLITS = 8  # of K
-# What checkpoints call the scales of a weight, and the one of its inputs. Each pair has one meaning.
+# Checkpoints have two names for the scales of a weight, and two for the scale of its inputs.
 SCALE_NAMES, INPUT_SCALE_NAMES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 
 
@@ -139,7 +139,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         with layer.weight.device:
-            layer.weight = stored(torch.empty(shape, dtype=FP8), WEIGHT)
+            layer.weight = stored(torch.empty(shape, dtype=FP8), MATRIX)
             *experts, num_outputs, num_inputs = shape
             spec = ParamSpec(0, 1, BLOCK_SIZE, BLOCK_SIZE) if self.config.weight_granularity == "block" else PER_OUTPUT
             scales = torch.empty(*experts, *spec.shape(num_outputs, num_inputs), dtype=torch.float32)
@@ -181,7 +181,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
         if param is layer.weight:
             if self.config.in_checkpoint:
                 return [(param, full)]
-            # All of a row, before it is cut, so that its scale does not depend on the number of ranks.
+            # Rounds whole rows, before ranks cut them, so that scales do not depend on the number of ranks.
             values, scales = fit_weight(full.to(param.device))
             return [(param, values), (self.scales(layer), scales)]
         if param is self.input_scales(layer):
@@ -238,8 +238,16 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         assert experts.clamps is None, "experts in FP8 are not clamped"
         gate_up, down = experts.gate_up_proj, experts.down_proj
         rows, of_down = self.round_input(x), down.quant_method
-        both = self.expert_weights(gate_up), of_down.expert_weights(down)
-        return fp8_expert_mlp(rows.values, rows.scales, *both, of_down.input_format, expert_ids, weights, self.dtype)
+        return fp8_expert_mlp(
+            rows.values,
+            rows.scales,
+            self.expert_weights(gate_up),
+            of_down.expert_weights(down),
+            of_down.input_format,
+            expert_ids,
+            weights,
+            self.dtype,
+        )
 
     def round_input(self, x: Activations) -> QuantizedRows:
         """Round what nobody has rounded before."""

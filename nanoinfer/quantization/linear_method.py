@@ -5,7 +5,7 @@ the layer, under the names that a checkpoint gives them.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ MIN_UNSPLIT_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """How a tensor of a linear layer is stored: what the loader, the checks and the ranks' cuts read.
+    """Says how a tensor of a linear layer is stored. The loader, the checks and the ranks' cuts read it.
 
     output_dim, input_dim: the dimension of the layer's outputs, and that of its inputs, not counting the dimension of
     experts; None if there is none. outputs_per_entry, inputs_per_entry: how many outputs or inputs one entry stands
@@ -56,7 +56,7 @@ class ParamSpec:
         return tuple(entries[dim] for dim in sorted(dim for dim in entries if dim is not None))
 
 
-WEIGHT = ParamSpec(output_dim=0, input_dim=1)
+MATRIX = ParamSpec(output_dim=0, input_dim=1)  # (..., num_outputs, num_inputs), as a weight
 PER_OUTPUT = ParamSpec(output_dim=0)  # a bias, or a scale for each output
 
 
@@ -77,9 +77,11 @@ def hold_scales(layer: nn.Module, name: str, scales: Tensor, spec: ParamSpec, in
 
 
 class ProductKind(Enum):
-    PLAIN = "by a weight in the dtype of the model, which other kernels may read too"
-    WIDENED = "by a copy in the dtype of the model, made for each product"
-    ROUNDED = "by a weight of fewer bits, with inputs rounded to them"
+    """Says what a layer multiplies by."""
+
+    PLAIN = auto()  # a weight in the dtype of the model, which other kernels may read too
+    WIDENED = auto()  # a weight of fewer bits, of which each product makes a copy in the dtype of the model
+    ROUNDED = auto()  # a weight of fewer bits, to which the inputs are rounded
 
 
 def may_split(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
@@ -111,7 +113,7 @@ class LinearMethod:
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         """Give the layer its parameters. shape: of this rank's weight, (..., num_outputs, num_inputs)."""
-        layer.weight = stored(torch.empty(*shape), WEIGHT)
+        layer.weight = stored(torch.empty(*shape), MATRIX)
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the name of the parameter that a checkpoint's tensor fills, such as "weight", and what fills it.
@@ -121,11 +123,11 @@ class LinearMethod:
         return kind, tensor
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
-        """Raise ModelError unless `full` is what a checkpoint has for `param`. shape: that of the whole parameter."""
+        """Raise ModelError unless `full` is what a checkpoint has for `param`. shape: of the unsharded parameter."""
         check_shape(full, shape)
 
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
-        """Turn a checkpoint's tensor for `param` into what the layer is to cut and place: (parameter, full tensor)."""
+        """Convert a checkpoint tensor into (parameter, unsharded tensor) pairs; the layer places its shard of each."""
         return [(param, full)]
 
     def pack_share(self, param: Tensor, share: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ class LinearMethod:
         return F.linear(cast(Tensor, x), self.wide_weight(layer), bias)
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        """Return x W^T + b as partial sums, (num_splits, num_tokens, num_outputs): one, or those of split-K."""
+        """Return x W^T + b as partial sums of split-K, (num_splits, num_tokens, num_outputs), or as a single sum."""
         x, weight = cast(Tensor, x), self.wide_weight(layer)
         num_splits = self._num_splits(x, len(weight), bias)
         if num_splits == 1:

@@ -8,10 +8,11 @@ AWQ, GPTQ and MXFP4. What would change the answer and is not built in is refused
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanoinfer.checkpoint.fields import Fields
@@ -52,12 +53,16 @@ def _fp8_method(config: Fp8Config, layer: Any) -> LinearMethod:
     return Fp8LinearMethod(config, layer) if multiplies else Fp8WeightOnlyMethod(config, layer)
 
 
-# What makes the method of a layer, by the class of the config.
+# By the class of a config: what makes the method of a layer.
 METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] = {
     Fp8Config: _fp8_method,
     Int4Config: Int4LinearMethod,
     Mxfp4Config: lambda _, layer: Mxfp4Method(layer),
 }
+
+
+# How weights of 16 bits are rounded when they are loaded, by the option quantization.
+ROUNDED_AT_LOAD: Mapping[str, QuantizationConfig] = {"fp8": Fp8Config(), "int4": Int4Config()}
 
 
 def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
@@ -94,7 +99,7 @@ def _scheme(group: Fields, name: str, bits: int) -> Fields:
     return group.part(name)
 
 
-# What reads a quantization_config, by its quant_method.
+# By quant_method: what reads a quantization_config.
 READERS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "fp8": read_fp8,
     "compressed-tensors": _read_compressed_tensors,
@@ -115,13 +120,15 @@ def read_quantization(
     packed, renamed: names of the checkpoint's modules -> ours, as a model class has them.
     """
     fields = fields.part("quantization_config")
-    if not fields.values and requested is None:
-        return None
     by_module: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, (module, shard) in packed.items():
         shards = by_module.setdefault(module, {})
         shards[shard] = (*shards.get(shard, ()), name)
-    if fields.values:
+    if not fields.values:
+        if requested is None:
+            return None
+        config = ROUNDED_AT_LOAD[requested]
+    else:
         method = fields.get("quant_method")
         if not isinstance(method, str) or method not in READERS:
             raise ModelError(
@@ -129,8 +136,6 @@ def read_quantization(
                 f"are {', '.join(READERS)}; {REMEDY}"
             )
         config = replace(READERS[method](fields), in_checkpoint=True)
-    else:
-        config = Int4Config() if requested == "int4" else Fp8Config()
     return replace(
         config,
         packed={module: tuple(shards.values()) for module, shards in by_module.items()},
@@ -144,19 +149,14 @@ def has_fewer_bits(config: QuantizationConfig, name: str, module: Any) -> bool:
     return is_linear and (config.in_checkpoint or module.rounds_at_load) and config.covers(name)
 
 
-def with_quantization(layers: Iterable[nn.Module], config: QuantizationConfig | None) -> Iterator[nn.Module]:
-    """Yield a decoder's layers, with the weights in fewer bits that the config says.
-
-    They come one by one, so that the weights of one layer alone are in memory in 16 bits.
-    """
-    has_logged = False
-    for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            if config is None or not has_fewer_bits(config, f"model.layers.{index}.{name}", module):
-                continue
-            device = module.weight.device
+def quantize_layer(layer: nn.Module, name: str, config: QuantizationConfig | None) -> None:
+    """Hold those weights of a decoder's layer in fewer bits that the config says. name: such as "model.layers.0"."""
+    for part, module in layer.named_modules():
+        if config is not None and has_fewer_bits(config, f"{name}.{part}", module):
             module.quant_method = METHODS[type(config)](config, module)
-            if type(module.quant_method) is Fp8WeightOnlyMethod and not has_logged:
-                logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
-                has_logged = True
-        yield layer
+
+
+def log_widening(config: QuantizationConfig | None, device: torch.device) -> None:
+    """Log that FP8 is slow on a device without products in FP8."""
+    if isinstance(config, Fp8Config) and not has_fp8_products(device):
+        logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)

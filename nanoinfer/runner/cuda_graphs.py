@@ -6,6 +6,7 @@ have graphs of their own, which are captured when they are first needed.
 """
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,8 @@ class DecodeGraphs:
 
     `forward` writes to memory that its caller owns. All tensors that it reads or writes must keep their addresses.
 
-    sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes; only `sizes` are captured here.
+    sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes, the second in ascending order; only
+    `sizes` are captured here.
     is_warm: whether such graphs were captured before in this process, so that their kernels are compiled and loaded.
     """
 
@@ -55,13 +57,13 @@ class DecodeGraphs:
         is_warm: bool = False,
     ) -> None:
         self._forward = forward
-        # What the graphs read of each row: the row, the two numbers of SharedPrefixes, how many tokens it has.
+        # Graphs read four numbers of each row: the row itself, the two of SharedPrefixes, and how many tokens it has.
         padding = torch.tensor([PADDING_ROW, 0, 0, 1], dtype=torch.int32, device=device)
         self._padding = [number.repeat(max(sizes)) for number in padding]
         self._inputs = [numbers.clone() for numbers in self._padding]
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # by the arguments of `_capture`
-        self._size_for = {False: _next_sizes(sizes), True: _next_sizes(sharing_sizes)}
-        self._size_for_several_tokens = _next_sizes(several_tokens_graph_sizes(sizes))
+        self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
+        self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in sorted(sizes, reverse=True):
@@ -70,9 +72,11 @@ class DecodeGraphs:
     def replay(self, batch: DecodeBatch) -> None:
         """Run `forward` for the rows of a batch, and for padding after them."""
         rows, shared_prefixes, num_tokens, num_row_tokens = batch
-        shares_prefixes = shared_prefixes is not None
-        sizes = self._size_for[shares_prefixes] if num_tokens == 1 else self._size_for_several_tokens
-        size = sizes[len(rows)]
+        num_rows, shares_prefixes = len(rows), shared_prefixes is not None
+        sizes = self._sharing_sizes if shares_prefixes else self._sizes
+        if num_tokens > 1:
+            sizes = self._several_tokens_sizes
+        size = sizes[bisect_left(sizes, num_rows)]  # the smallest that holds the batch
         key = size, num_tokens, shares_prefixes
         if key not in self._graphs:
             which = f"{size} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
@@ -81,7 +85,7 @@ class DecodeGraphs:
         given = rows, *(shared_prefixes or (None, None)), num_row_tokens
         for numbers, inputs, padding in zip(given, self._inputs, self._padding, strict=True):
             if numbers is not None:
-                torch.cat((numbers, padding[len(rows) : size]), out=inputs[:size])
+                torch.cat((numbers, padding[num_rows:size]), out=inputs[:size])
         self._graphs[key].replay()
 
     def _capture(
@@ -99,8 +103,3 @@ class DecodeGraphs:
             self._forward(batch)
         self._pool = self._pool or graph.pool()
         return graph
-
-
-def _next_sizes(sizes: list[int]) -> list[int]:
-    """Return the smallest size that holds a batch, for each number of rows from 0 on."""
-    return [min(size for size in sizes if size >= count) for count in range(max(sizes, default=-1) + 1)]

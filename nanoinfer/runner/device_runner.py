@@ -1,7 +1,7 @@
 """A runner from its first to its last moment: it loads the model, sizes the cache, sleeps, wakes up and closes.
 
-While it is awake it holds a `ModelRunner`, which runs the steps. Sleeping lets go of that one with all that it has on
-the device but the weights, and waking up makes another.
+While it is awake it holds a `ModelRunner`, which runs the steps. To sleep, it drops that one, whose memory on the
+device is free then, and the weights leave the device. To wake up, it makes another.
 """
 
 import gc
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from nanoinfer.caches.routing_table import RoutingOnHost
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
@@ -19,7 +20,6 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
-from nanoinfer.layers.routing_table import RoutingOnHost
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers

@@ -1,13 +1,13 @@
 """What a runner holds on its device beside the weights: sleeping frees it, and waking up makes it anew."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
+from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.engine.packet import DeviceSections, Header, HostSections, column
-from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler
@@ -18,7 +18,7 @@ from nanoinfer.sampling.sampler import Sampler
 
 @dataclass(slots=True)
 class StepBuffers:
-    """What steps need whatever the size of the cache.
+    """Holds what steps need whatever the size of the cache.
 
     logits: (max_num_seqs * max_row_tokens, this rank's ids), of all decode graphs and of what runs without.
     prefill_graphs: with the buffers that they read and write.
@@ -30,7 +30,7 @@ class StepBuffers:
 
 @dataclass(slots=True)
 class DeviceState:
-    """The buffers of steps, the cache, and what is remembered of its rows.
+    """Holds the buffers of steps, the cache, and the tables of running sequences.
 
     row_states: all that serves options of rows: of the sampler, and the pooler. routing_table: None unless it is asked
     for. decode_graphs: None without CUDA graphs, and until they are captured.
@@ -43,10 +43,10 @@ class DeviceState:
     pooler: Pooler
     row_states: Sequence[RowState]
     routing_table: RoutingTable | None
-    decode_graphs: DecodeGraphs | None = field(default=None)
+    decode_graphs: DecodeGraphs | None = None
 
     def enter(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> None:
-        """Enter what is new of rows and blocks, and make the copies that a step begins with."""
+        """Enter new rows and blocks, and make the copies that a step begins with."""
         self.tables.update(header, on_device)
         if header.counts["row_records"]:
             self.sampler.admit(on_device)

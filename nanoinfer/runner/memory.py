@@ -1,4 +1,4 @@
-"""What steps and CUDA graphs take of a GPU's memory, the KV cache's size in what is left, and its longest sequence."""
+"""Measures what steps and CUDA graphs take of a GPU's memory, and sizes the KV cache by what is left."""
 
 import warnings
 from collections.abc import Callable

@@ -28,7 +28,7 @@ from nanoinfer.sampling.sampler import Sampled
 
 
 class LaunchedStep(NamedTuple):
-    """A step whose logits are being computed. It must be sampled before the next one is launched."""
+    """Describes a step whose logits are being computed. It must be sampled before the next one is launched."""
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
@@ -37,7 +37,7 @@ class LaunchedStep(NamedTuple):
 
 
 class StepHandle(NamedTuple):
-    """A sampled step: its results on their way to host memory, and the event that says they have come."""
+    """Holds a sampled step: its results on their way to host memory, and the event that says they have come."""
 
     token_ids: Tensor  # (num_sampled,) int32, or with proposals (num_sampled, num_tokens)
     found: list[Found]  # what requests want beside tokens
@@ -145,11 +145,9 @@ class ModelRunner:
 
     def planned(self, step: ForwardStep) -> ForwardStep:
         """Return the step with what the attention backends prepare once for all layers."""
-        plan, kv_cache = self._backends.plan, step.kv_cache
-        attention = plan(step.attention, kv_cache, 0)
-        more = tuple(plan(metadata, kv_cache, table) for table, metadata in enumerate(step.more_attention, 1))
-        routed: list[Tensor] | None = None if self.state.routing_table is None else []
-        return replace(step, attention=attention, more_attention=more, routed=routed)
+        plan, routed = self._backends.plan, None if self.state.routing_table is None else list[Tensor]()
+        planned = (plan(metadata, step.kv_cache, table) for table, metadata in enumerate(step.metadata))
+        return replace(step, metadata=tuple(planned), routed=routed)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.symmetric_memory is not None:

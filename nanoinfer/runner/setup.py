@@ -10,6 +10,7 @@ from nanoinfer.caches.block_layout import is_8_bit, select_kv_cache_dtype
 from nanoinfer.caches.cache_groups import CacheGroups
 from nanoinfer.caches.kv_cache import KVCache, page_bytes
 from nanoinfer.caches.recurrent_states import StateLayout
+from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
@@ -20,7 +21,6 @@ from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
-from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.implementations import load
@@ -45,7 +45,7 @@ SHARING_BYTES = 64 * 2**20  # 512 rows of Qwen3-8B take about 22 MiB
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What was loaded, in words, and how many seconds each part of that took."""
+    """Says what was loaded, in words, and how many seconds each part of that took."""
 
     device: torch.device
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class Setup:
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
         setup = cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
-        if config.enable_return_routed_experts and setup.groups.tables[0].window is not None:
+        if config.enable_return_routed_experts and setup.cache_groups.tables[0].window is not None:
             raise ConfigError(
                 "enable_return_routed_experts=True keeps the experts of a token beside its keys, and no layer of "
                 f"{model_config.architecture} keeps those of all tokens; leave it out"
@@ -82,17 +82,17 @@ class Setup:
         return setup
 
     @property
-    def longest(self) -> int:
+    def longest_sequence(self) -> int:
         """The most tokens of a sequence, if the cache is large enough."""
         return self.model_config.longest_sequence(self.config.max_model_len)
 
     @property
-    def groups(self) -> CacheGroups:
+    def cache_groups(self) -> CacheGroups:
         """How layers with attention share the KV cache."""
-        return CacheGroups.of(self.model_config, self.longest, self.tp)
+        return CacheGroups.of(self.model_config, self.longest_sequence, self.tp)
 
     @property
-    def states(self) -> StateLayout | None:
+    def state_layout(self) -> StateLayout | None:
         """What layers with linear attention keep of a sequence; None without such layers."""
         return StateLayout.of(self.model_config, self.dtype, self.tp, self.max_row_tokens)
 
@@ -112,8 +112,7 @@ class Setup:
 
     def load_model(self, folder: Path) -> Model:
         """Return the model with its weights, or random ones, on the device."""
-        of_device = self.backends, self.tp, self.device, self.dtype
-        return load(self.model_config, self.config, folder, self.longest, *of_device)
+        return load(self.model_config, self.config, folder, self.longest_sequence, self.backends, self.tp)
 
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
@@ -129,18 +128,18 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, groups = self.config.max_num_seqs, self.groups.specs
-        if self.states is not None:
+        max_num_seqs, groups = self.config.max_num_seqs, self.cache_groups.specs
+        if self.state_layout is not None:
             num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
             if self.device.type == "cuda":
                 free_bytes = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
                 free_bytes = self.tp.minimum(free_bytes, self.device)
-                max_num_seqs = self.states.max_rows(max_num_seqs, free_bytes)
+                max_num_seqs = self.state_layout.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
-                num_kept = self.states.num_snapshots(max_num_seqs, free_bytes)
+                num_kept = self.state_layout.num_snapshots(max_num_seqs, free_bytes)
             groups += (RecurrentStateSpec(num_kept),)
         return RunnerLimits(
-            max_model_len=self.longest,
+            max_model_len=self.longest_sequence,
             num_blocks=1,
             max_num_seqs=max_num_seqs,
             groups=groups,
@@ -152,13 +151,19 @@ class Setup:
 
     def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
         """Return these limits with a cache of so many bytes, or of as many blocks as the user wants."""
-        block_size, num_blocks, groups = self.config.kvcache_block_size, self.config.num_kvcache_blocks, self.groups
+        block_size, num_blocks, groups = (
+            self.config.kvcache_block_size,
+            self.config.num_kvcache_blocks,
+            self.cache_groups,
+        )
         if num_blocks is None:
             moe = self.model_config.moe if self.config.enable_return_routed_experts else None
             routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
             num_bytes = page_bytes(groups, block_size, self.kv_cache_dtype) + routing_bytes
             num_blocks = memory.num_blocks_in(free_bytes, num_bytes, groups.num_pages_of(1), block_size)
-            if limits.whole_prompts:  # blocks serve one step, while the next is planned: those of two steps suffice
+            if (
+                limits.whole_prompts
+            ):  # blocks serve one step, while the next is planned: as many as two steps need suffice
                 blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
                 num_blocks = min(num_blocks, 2 * blocks_of_step)
         else:
@@ -167,7 +172,7 @@ class Setup:
         max_chunk_tokens = max(self.config.max_num_batched_tokens, limits.max_row_tokens)
         capacity = groups.max_tokens(num_blocks, block_size, max_chunk_tokens)
         max_model_len = memory.resolve_max_model_len(
-            self.config.max_model_len, self.longest, capacity, num_blocks, block_size
+            self.config.max_model_len, self.longest_sequence, capacity, num_blocks, block_size
         )
         return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
@@ -215,7 +220,7 @@ class Setup:
                 graphs.replay(DecodeBatch(rows, None, num_tokens, torch.ones_like(rows)))
             return graphs
 
-        if num_tokens > 1:  # a pair of graphs is measured, and those of several tokens are of any number up to the most
+        if num_tokens > 1:  # steps may have any number of tokens a row up to this
             count = max(count, len(several_tokens_graph_sizes(sizes)) * (num_tokens - 1))
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
@@ -236,22 +241,27 @@ class Setup:
         self, buffers: StepBuffers, model: Model, dense: list[DenseLayer], limits: RunnerLimits
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
-        config, model_config, block_size = self.config, self.model_config, self.config.kvcache_block_size
-        sizes = limits.num_blocks, block_size, self.kv_cache_dtype
-        kv_cache = memory.allocate_kv_cache(self.groups, *sizes, self.device)
-        num_states = limits.max_num_seqs, num_snapshots(limits.groups)
-        states = self.states.allocate(*num_states, self.device) if self.states else None
+        config, moe = self.config, self.model_config.moe
+        kv_cache = memory.allocate_kv_cache(
+            self.cache_groups, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device
+        )
+        states = None
+        if self.state_layout is not None:
+            states = self.state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.groups), self.device)
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
-        vocab_size, mode = model_config.vocab_size, config.logprobs_mode
-        num_counted = None if states is None or states.pending is None else states.pending.num_counted
         sampler = Sampler(
-            tables.token_ids, tables.context_lens, vocab_size, self.tp, mode, num_counted, limits.max_row_tokens
+            tables.token_ids,
+            tables.context_lens,
+            self.model_config.vocab_size,
+            self.tp,
+            config.logprobs_mode,
+            num_counted=None if states is None or states.pending is None else states.pending.num_counted,
+            max_row_tokens=limits.max_row_tokens,
         )
         pooler = Pooler(model, self.pooling, dense)
         routing_table = None
-        if config.enable_return_routed_experts and model_config.moe is not None:
-            sizes_of_table = limits.num_blocks, block_size, self.device, kv_cache.id_strides[0]
-            routing_table = RoutingTable(model_config.moe, *sizes_of_table)
+        if config.enable_return_routed_experts and moe is not None:
+            routing_table = RoutingTable(moe, kv_cache)
         row_states = [*sampler.states, pooler]
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_step_threads(model, self.device))
@@ -261,7 +271,7 @@ class Setup:
         num_blocks, block_size, chunk = kv_cache.num_blocks, kv_cache.block_size, self.config.max_num_batched_tokens
         return (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
-            f"of {block_size} tokens {self.groups.describe(num_blocks, block_size, chunk)}in "
+            f"of {block_size} tokens {self.cache_groups.describe(num_blocks, block_size, chunk)}in "
             f"{str(self.kv_cache_dtype).removeprefix('torch.')}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
 
@@ -270,14 +280,12 @@ def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> Forwar
     """Return a prefill step of so many tokens, in the longest sequences, that has logits for all `rows`."""
     device, longest = rows.device, tables.token_ids.shape[1] - 1
     lens = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-    attention, *more = (PrefillMetadata.of_whole_prompts(lens, table) for table in tables.tables)
     return ForwardStep(
         token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
         positions=torch.arange(num_tokens, device=device) % longest,
         rows=rows.new_full((len(lens),), PADDING_ROW),
         outputs=rows % num_tokens,
         kv_cache=tables.kv_cache,
-        attention=attention,
-        more_attention=tuple(more),
+        metadata=tuple(PrefillMetadata.of_whole_prompts(lens, table) for table in tables.tables),
         recurrent_states=tables.recurrent_states,
     )

@@ -4,8 +4,6 @@ A running sequence owns one row of each table. New rows, tokens and blocks come 
 by the sampler on the device, before the host has seen them.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ PADDING_ROW = -1  # indexes the last row, a spare one whose context stays empty
 
 
 class StepTables:
-    """The tables of `max_num_seqs` rows, and a spare row after them. Every rank has them all, with the same contents.
+    """Holds tables of `max_num_seqs` rows, and a spare row after them. Every rank has them all, with equal contents.
 
     token_ids: (rows, max_model_len + 1) int32. After a row's known tokens there may be others that somebody proposes.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
@@ -49,7 +47,7 @@ class StepTables:
         strides = kv_cache.id_strides
         self.block_tables = torch.zeros(len(strides) * rows, max_blocks, dtype=torch.int32, device=device)
         self.tables = self.block_tables.split(rows)  # (rows, max_blocks) each
-        # What the ids in a line of block_tables are multiplied by; None if it is 1 in all.
+        # The factor of the block ids in each line of block_tables; None if all factors are 1.
         self._id_strides = torch.tensor(strides, device=device).repeat_interleave(rows) if max(strides) > 1 else None
 
     def update(self, header: Header, sections: DeviceSections) -> None:
@@ -75,23 +73,20 @@ class StepTables:
         segments, offsets = ragged_indices(cu_query_lens, header.num_prefill_tokens)
         positions = offsets + starts[segments]
         token_rows = rows[segments]
-        attention = PrefillMetadata(
-            query_lens=tuple(length for _, _, length in host_chunks),
-            context_lens=tuple(start + length for _, start, length in host_chunks),
-            cu_query_lens=cu_query_lens,
-            cu_context_lens=cumulative_lens((starts + lens).int()),
-            slot_mapping=slots_of(self.tables[0], token_rows, positions, self.kv_cache.block_size),
-            block_tables=self.tables[0][rows],
-            num_blocks=header.num_prefill_blocks,
-        )
-        more = tuple(
-            replace(
-                attention,
-                slot_mapping=slots_of(tables, token_rows, positions, self.kv_cache.block_size),
-                block_tables=tables[rows],
-                num_blocks=0,
+        query_lens = tuple(length for _, _, length in host_chunks)
+        context_lens = tuple(start + length for _, start, length in host_chunks)
+        cu_context_lens = cumulative_lens((starts + lens).int())
+        metadata = tuple(
+            PrefillMetadata(
+                query_lens=query_lens,
+                context_lens=context_lens,
+                cu_query_lens=cu_query_lens,
+                cu_context_lens=cu_context_lens,
+                slot_mapping=slots_of(table, token_rows, positions, self.kv_cache.block_size),
+                block_tables=table[rows],
+                num_blocks=0 if index else header.num_prefill_blocks,  # those of the first table are counted
             )
-            for tables in self.tables[1:]
+            for index, table in enumerate(self.tables)
         )
         # The chunks that sample a token are the first ones.
         last_tokens = cu_query_lens[1 : header.num_prefill_samples + 1].long() - 1
@@ -99,27 +94,27 @@ class StepTables:
             token_ids=self.token_ids[token_rows, positions],
             positions=positions,
             kv_cache=self.kv_cache,
-            attention=attention,
+            metadata=metadata,
             outputs=last_tokens,
             recurrent_states=self.recurrent_states,
             rows=chunks[:, 0],
-            more_attention=more,
         )
 
     def decode_step(self, batch: DecodeBatch) -> ForwardStep:
         """Return the step that computes the newest token of each row, and maybe some that follow it in `token_ids`."""
-        tables, block_size = (batch.rows, self.token_ids, self.context_lens), self.kv_cache.block_size
-        several = batch.num_tokens, batch.num_row_tokens
-        read = [read_rows(*tables, block_tables, block_size, *several) for block_tables in self.tables]
-        token_ids, positions, slots, context_lens, blocks = read[0]
+        rows, shared_prefixes, num_tokens, num_row_tokens = batch
+        metadata: list[DecodeMetadata] = []
+        for table in self.tables:
+            token_ids, positions, slots, lens, blocks = read_rows(
+                rows, self.token_ids, self.context_lens, table, self.kv_cache.block_size, num_tokens, num_row_tokens
+            )
+            metadata.append(DecodeMetadata(slots, lens, blocks, shared_prefixes, num_tokens, num_row_tokens))
+            shared_prefixes = None  # it names blocks of the first table
         return ForwardStep(
             token_ids=token_ids,
             positions=positions,
             kv_cache=self.kv_cache,
-            attention=DecodeMetadata(slots, context_lens, blocks, batch.shared_prefixes, *several),
+            metadata=tuple(metadata),
             recurrent_states=self.recurrent_states,
-            rows=batch.rows,
-            more_attention=tuple(
-                DecodeMetadata(slots, lens, blocks, None, *several) for _, _, slots, lens, blocks in read[1:]
-            ),
+            rows=rows,
         )

@@ -3,26 +3,27 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.caches.block_layout import BlockLayout, KVLayout
+from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.caches.cache_groups import MAX_EMPTY_SHARE, MAX_TABLES, CacheGroups, LayerKind, LayerPlace
 from nanoinfer.caches.kv_cache import KVCache, page_bytes
+from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import FullAttentionSpec, SlidingWindowSpec
-from nanoinfer.layers.routing_table import RoutingTable
 from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.decode_attention.spec import decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache, store_keys_values
 
 CPU = torch.device("cpu")
-SMALL = KVLayout(num_heads=2, key_size=8, value_size=8)
+SMALL = BlockLayout.of_kv(num_heads=2, key_size=8, value_size=8)
 
 
 def config_of(architecture: str, **fields: Any) -> ModelConfig:
@@ -47,7 +48,7 @@ def test_gemma_3_has_a_table_of_full_layers_and_as_large_ones_of_windowed_layers
     fields = {"num_hidden_layers": num_layers, "sliding_window": 1024, "sliding_window_pattern": 6}
     groups = groups_of(config_of("Gemma3ForCausalLM", max_position_embeddings=32768, **fields), 32768)
     assert groups.specs == (FullAttentionSpec(), SlidingWindowSpec(1024, num_tables - 1))
-    assert {len(table.page.layers) for table in groups.tables} == {num_full}
+    assert {len(table.layers) for table in groups.tables} == {num_full}
     assert len({*groups.places}) == num_layers, "no two layers share a place"
     assert groups.places[5] == LayerPlace(0, 0)
     alone = groups_of(config_of("Gemma3ForCausalLM", **fields), 1024)
@@ -69,7 +70,7 @@ def test_models_of_one_kind_have_one_table() -> None:
     for config in (plain, config_of("MistralForCausalLM", num_hidden_layers=3, sliding_window=16)):
         groups = groups_of(config, 4096)
         assert groups.specs == (FullAttentionSpec(),)
-        assert len(groups.tables[0].page.layers) == config.num_hidden_layers
+        assert len(groups.tables[0].layers) == config.num_hidden_layers
         assert groups.max_tokens(num_pages=7, block_size=16, max_chunk_tokens=4) == 7 * 16
         assert groups.describe(7, 16, 4) == ""
 
@@ -110,17 +111,23 @@ def test_where_tables_do_not_pay_all_layers_share_one(windows: list[int | None],
 
 # --- layers of several sizes ---
 
-LOCAL, GLOBAL = KVLayout(num_heads=8, key_size=4, value_size=4), KVLayout(num_heads=2, key_size=8, value_size=8)
+LOCAL, GLOBAL = (
+    BlockLayout.of_kv(num_heads=8, key_size=4, value_size=4),
+    BlockLayout.of_kv(num_heads=2, key_size=8, value_size=8),
+)
 
 
 def test_layers_of_two_sizes_have_pages_of_the_same_bytes() -> None:
     """As Gemma 4's: 25 layers with a window, and 5 with larger heads, of which a page holds twice as many."""
-    local, wide = KVLayout(num_heads=8, key_size=256, value_size=256), KVLayout(2, 512, 512)
+    local, wide = (
+        BlockLayout.of_kv(num_heads=8, key_size=256, value_size=256),
+        BlockLayout.of_kv(2, 512, 512),
+    )
     groups = CacheGroups.arrange(
         [LayerKind(None if index % 6 == 5 else 1024, wide if index % 6 == 5 else local) for index in range(30)]
     )
     assert groups.specs == (FullAttentionSpec(), SlidingWindowSpec(1024, num_tables=5))
-    assert [(len(page.layers), page.id_stride) for _, page in groups.tables] == [(10, 2), *[(5, 1)] * 5]
+    assert [(len(table.layers), table.id_stride) for table in groups.tables] == [(10, 2), *[(5, 1)] * 5]
     size = page_bytes(groups, 16, torch.bfloat16)
     assert size == 5 * local.num_bytes(16, torch.bfloat16) == 10 * wide.num_bytes(16, torch.bfloat16)
     in_8_bits = page_bytes(groups, 16, torch.int8)
@@ -130,7 +137,7 @@ def test_layers_of_two_sizes_have_pages_of_the_same_bytes() -> None:
 
 
 def test_layers_whose_sizes_are_no_multiples_share_one_table_with_pages_of_both() -> None:
-    odd = KVLayout(num_heads=3, key_size=8, value_size=4)
+    odd = BlockLayout.of_kv(num_heads=3, key_size=8, value_size=4)
     groups = CacheGroups.arrange([LayerKind(None, odd), LayerKind(32, LOCAL), LayerKind(32, LOCAL)])
     assert groups.specs == (FullAttentionSpec(),)
     for dtype in (torch.float32, torch.int8):
@@ -143,12 +150,7 @@ def test_layers_whose_sizes_are_no_multiples_share_one_table_with_pages_of_both(
 class LatentLayout(BlockLayout):
     """One vector a token, whose first numbers are its value too."""
 
-    size: int
     value_size: int
-
-    @property
-    def vectors(self) -> tuple[tuple[int, int], ...]:
-        return ((1, self.size),)
 
     def layer_cache(self, *tensors: Tensor) -> LayerCache:
         [latent] = tensors
@@ -156,7 +158,7 @@ class LatentLayout(BlockLayout):
 
 
 def test_a_latent_is_one_more_layout() -> None:
-    groups = arrange([None] * 3, LatentLayout(size=576, value_size=512))
+    groups = arrange([None] * 3, LatentLayout(vectors=((1, 576),), value_size=512))
     assert page_bytes(groups, 64, torch.bfloat16) == 3 * 64 * 576 * 2
     layer = KVCache(groups, 4, 64, torch.bfloat16, CPU).layer(groups.places[1])
     layer.k.fill_(1)
@@ -168,7 +170,8 @@ def test_experts_of_tokens_are_found_by_block_though_layers_see_several_blocks_i
     moe = MoEConfig(
         num_experts=8, num_experts_per_tok=1, intermediate_size=1, norm_topk_prob=True, has_experts=(True, False)
     )
-    table = RoutingTable(moe, 4, 16, CPU, id_stride=3)
+    kv_cache: Any = SimpleNamespace(num_blocks=4, block_size=16, device=CPU, id_strides=[3, 1])
+    table = RoutingTable(moe, kv_cache)
     slots = torch.tensor([3 * 2 * 16 + 5, -1, 0])  # token 5 of block 2, no token, token 0 of block 0
     table.write(slots, [torch.tensor([[7], [6], [4]])])
     assert table.read([0, 2], 0, 32).to_array()[:, 0, 0].tolist() == [4, *[0] * 20, 7, *[0] * 10]
@@ -176,7 +179,13 @@ def test_experts_of_tokens_are_found_by_block_though_layers_see_several_blocks_i
 
 # --- random mixes ---
 
-LAYOUTS: tuple[BlockLayout, ...] = (LOCAL, GLOBAL, SMALL, KVLayout(4, 4, 12), KVLayout(1, 8, 24))
+LAYOUTS: tuple[BlockLayout, ...] = (
+    LOCAL,
+    GLOBAL,
+    SMALL,
+    BlockLayout.of_kv(4, 4, 12),
+    BlockLayout.of_kv(1, 8, 24),
+)
 
 
 def random_layers(rng: random.Random) -> list[LayerKind]:
@@ -193,7 +202,7 @@ def test_whatever_the_mix_each_layer_has_a_place_and_little_is_empty(seed: int) 
     assert len({*groups.places}) == len(layers)
     for (window, layout), place in zip(layers, groups.places, strict=True):
         table = groups.tables[place.table]
-        assert table.page.layers[place.layer] == layout
+        assert table.layers[place.layer] == layout
         assert table.window in (window, None), "a table keeps what its layers attend to"
     if len(groups.tables) == 1:
         assert page_bytes(groups, 4, torch.int8) == sum(kind.layout.num_bytes(4, torch.int8) for kind in layers)
@@ -216,7 +225,7 @@ def test_whatever_the_mix_pages_of_all_tables_lie_apart(seed: int, dtype: torch.
     """Each page is written by one table's layers, as the pool gives it out; then each has what was written last."""
     rng = random.Random(seed)
     groups = CacheGroups.arrange(random_layers(rng))
-    while seed % 2 and len({table.page for table in groups.tables}) == 1:  # every other mix has pages of two kinds
+    while seed % 2 and len({table.layers for table in groups.tables}) == 1:  # every other mix has pages of two kinds
         groups = CacheGroups.arrange(random_layers(rng))
     num_pages = 6
     cache = KVCache(groups, num_pages, 4, dtype, CPU)
@@ -251,7 +260,7 @@ def test_attention_reads_what_was_stored_for_the_smaller_of_two_sizes(dtype: tor
     """The second of two layers in a place sees every other block; in a cache of its own it would see all."""
     layers = [LayerKind(None, GLOBAL)] * 4 + [LayerKind(32, LOCAL)] * 4
     groups, alone = CacheGroups.arrange(layers), CacheGroups.arrange(layers[:1])
-    assert (groups.places[1], groups.tables[0].page.id_stride) == (LayerPlace(0, 1), 2)
+    assert (groups.places[1], groups.tables[0].id_stride) == (LayerPlace(0, 1), 2)
     caches = KVCache(groups, 8, 16, dtype, CPU), KVCache(alone, 8, 16, dtype, CPU)
     places, strides = (groups.places[1], alone.places[0]), (2, 1)
     generator = torch.Generator().manual_seed(0)

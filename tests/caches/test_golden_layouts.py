@@ -46,7 +46,7 @@ def tables(config: BaseModelConfig, longest: int) -> dict[str, Any]:
     sizes = [(block_size, chunk) for block_size in (16, 256) for chunk in (512, 16384)]
     return {
         "windows": [table.window for table in groups.tables],
-        "layers per page": len(groups.tables[0].page.layers),
+        "layers per page": len(groups.tables[0].layers),
         "places": " ".join(f"{table}.{layer}" for table, layer in groups.places),
         "pages of blocks": [groups.num_pages_of(count) for count in (1, 10)],
         "pages": [groups.num_pages(length, *size) for size in sizes for length in LENGTHS],

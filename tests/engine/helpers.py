@@ -14,8 +14,8 @@ from nanoinfer.engine.packet import pack, read_header
 from nanoinfer.engine.scheduled_batch import BlockCopy, ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.stopping import NO_TOKEN, NOT_COUNTED
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.token_ids import NO_TOKEN, NOT_COUNTED
 
 EMPTY_TEXT = 0  # the fingerprint of no token at all
 NAN = "NaN"  # in place of a fingerprint

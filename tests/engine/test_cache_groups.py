@@ -11,7 +11,7 @@ from nanoinfer.engine.cache_groups.specs import (
 )
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.stopping import NO_TOKEN
+from nanoinfer.token_ids import NO_TOKEN
 from tests.engine.helpers import FakeDevice, check_entries, make_sequence
 
 FULL, STATES = FullAttentionSpec(), RecurrentStateSpec(8)

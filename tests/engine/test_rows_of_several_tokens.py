@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.stopping import NO_TOKEN, NOT_COUNTED
+from nanoinfer.token_ids import NO_TOKEN, NOT_COUNTED
 from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
 from tests.proposers import KnownTexts, assert_same_answers, engine_of, proposing_llm
 

@@ -17,7 +17,7 @@ from nanoinfer.engine.proposer import drawn_one_by_one
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.stopping import NO_TOKEN
+from nanoinfer.token_ids import NO_TOKEN
 from tests.engine.helpers import (
     FakeDevice,
     always_seven,

@@ -16,7 +16,7 @@ from nanoinfer.engine.cache_groups.state_group import StateGroup
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.stopping import NO_TOKEN
+from nanoinfer.token_ids import NO_TOKEN
 from tests.engine.helpers import FakeDevice, add_prompts, make_sequence, run_to_the_end, step
 from tests.models.test_architectures import GREEDY, HYBRIDS, checkpoint, draw_prompts
 

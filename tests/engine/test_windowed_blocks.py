@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.caches.block_layout import KVLayout
-from nanoinfer.caches.cache_groups import CacheGroups, PageLayout, TableLayout
+from nanoinfer.caches.block_layout import BlockLayout
+from nanoinfer.caches.cache_groups import CacheGroups, TableLayout
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.specs import FullAttentionSpec, SlidingWindowSpec
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
@@ -69,8 +69,8 @@ def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_aga
 def test_what_is_promised_at_load_is_what_admission_holds(window: int, num_groups: int, chunk: int) -> None:
     """The length of the longest sequence is read from the groups of layers, and the manager has a rule of its own."""
     for num_pages in (12, 40, 41, 150):
-        page = PageLayout((KVLayout(1, 1, 1),))
-        groups = CacheGroups((TableLayout(None, page), *[TableLayout(window, page)] * num_groups), ())
+        layers = (BlockLayout.of_kv(1, 1, 1),)
+        groups = CacheGroups((TableLayout(None, layers), *[TableLayout(window, layers)] * num_groups), ())
         longest = groups.max_tokens(num_pages, 4, chunk)
         _, manager = windowed_scheduler(num_pages, window, num_groups, 4, chunk)
         assert manager.can_hold(longest)

@@ -7,7 +7,7 @@ from nanoinfer.device import import_error
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
-from nanoinfer.layers.attention.backend_selection import FLASH_ATTN, select_backend
+from nanoinfer.layers.attention.backend_selection import FLASH_ATTN, AttentionBackends
 from tests.attention_cases import Layer, random_step
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +22,8 @@ def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     """Skip the test where flash-attn is not there, or is a build without what the layer needs."""
     try:
         if name != BEFORE_HOPPER:
-            return select_backend(name, CUDA, BF16, spec, BLOCK_SIZE)
-        for_prefill = select_backend("flash_attn", CUDA, BF16, spec, BLOCK_SIZE)
+            return AttentionBackends(name, CUDA, BF16, BLOCK_SIZE).select(spec)
+        for_prefill = AttentionBackends("flash_attn", CUDA, BF16, BLOCK_SIZE).select(spec)
     except ConfigError as error:
         if name in ("triton", "torch"):
             raise
@@ -74,7 +74,7 @@ def test_decode_of_several_tokens_a_row_equals_plain_attention(name: str, head_d
 def test_flash_attn_serves_full_attention_where_it_is_installed() -> None:
     if error := import_error(FLASH_ATTN):
         pytest.skip(f"flash-attn cannot be imported: {error}")
-    assert select_backend("flash_attn", CUDA, BF16, Layer(head_dim=128).spec, BLOCK_SIZE).name == "flash_attn"
+    assert AttentionBackends("flash_attn", CUDA, BF16, BLOCK_SIZE).select(Layer(head_dim=128).spec).name == "flash_attn"
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
@@ -85,8 +85,8 @@ def test_auto_takes_our_kernels_and_before_hopper_flash_attn_in_prefill_where_it
     expected = {"triton"}
     if torch.cuda.get_device_capability() < (9, 0):
         expected.add("triton, flash_attn in prefill")
-    assert select_backend("auto", CUDA, BF16, spec, BLOCK_SIZE).name in expected
+    assert AttentionBackends("auto", CUDA, BF16, BLOCK_SIZE).select(spec).name in expected
     monkeypatch.setattr(
         backend_selection, "import_error", lambda name: ImportError("hidden") if name == FLASH_ATTN else None
     )
-    assert select_backend("auto", CUDA, BF16, spec, BLOCK_SIZE).name == "triton"
+    assert AttentionBackends("auto", CUDA, BF16, BLOCK_SIZE).select(spec).name == "triton"

@@ -22,7 +22,7 @@ from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
 from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight, fp8_product, quantize_rows, quantize_weight
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.quantization.fp8_linear import Fp8Config
-from nanoinfer.quantization.method_selection import with_quantization
+from nanoinfer.quantization.method_selection import quantize_layer
 from tests.fp8_cases import (
     assert_experts_are_as_good_as_specified,
     assert_few_differ,
@@ -59,7 +59,8 @@ def formats() -> dict[str, RowFormat]:
 
 def quantized(layer: nn.Module, **options: Any) -> Any:
     """The layer as the only one of a model; its weights are random."""
-    [module] = with_quantization([nn.ModuleDict({"it": layer})], Fp8Config(**options))
+    module = nn.ModuleDict({"it": layer})
+    quantize_layer(module, "model.layers.0", Fp8Config(**options))
     # With the seed of the inputs a weight would consist of their numbers.
     generator = torch.Generator(CUDA).manual_seed(1)
     for part in module.modules():

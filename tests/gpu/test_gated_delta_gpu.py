@@ -9,6 +9,7 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.caches.recurrent_states import StateLayout
+from nanoinfer.ops.delta_rule.spec import DeltaRuleWeights
 from tests.kernels.test_delta_rule_lines import ALL_KERNELS, KERNELS, SPEC, History, Sizes, check_history
 from tests.kernels.test_gated_delta import check_prefill, check_step, random_case
 from tests.models.test_architectures import GREEDY, HYBRIDS, checkpoint, draw_prompts
@@ -79,13 +80,13 @@ def test_many_rows_of_several_tokens_equal_the_specification_and_give_the_same_b
         positions[rows.long()].repeat_interleave(num_lines),
         randint(1, num_lines + 1),
     )
-    weights = randn(channels, 4), randn(heads), randn(heads), randn(128), 1e-6
+    weights = DeltaRuleWeights(randn(channels, 4), randn(heads), randn(heads), randn(128), 1e-6)
     found = []
     for lines, flush in (SPEC[1:], *[KERNELS[1:]] * 3):
         of_states = states.pending, states.matrices, states.conv_inputs
         pending, matrices, conv_inputs = (deepcopy(each) for each in of_states)
         of_layer = pending.layer(0), matrices[0], conv_inputs[0]
-        out = lines(*inputs, *of_layer, *weights)
+        out = lines(*inputs, *of_layer, weights)
         pending.num_counted[rows.long()] = inputs[-1]  # all count
         flush(matrices, conv_inputs, rows, pending)
         found.append([out, matrices[:, :-1], conv_inputs[:, :-1]])
@@ -107,7 +108,7 @@ def test_a_graph_of_several_tokens_reads_anew_how_many_counted() -> None:
     of_states = states.pending, states.matrices, states.conv_inputs
 
     def step() -> torch.Tensor:
-        return KERNELS.lines(*lines, *of_rows, *of_states, *history.weights[0])
+        return KERNELS.lines(*lines, *of_rows, *of_states, history.weights[0])
 
     step()  # compiles the kernel
     graph = torch.cuda.CUDAGraph()
@@ -121,7 +122,7 @@ def test_a_graph_of_several_tokens_reads_anew_how_many_counted() -> None:
         positions += history.tensor(counts, torch.int64).repeat_interleave(4)
         graph.replay()
         of_eager = eager.pending, eager.matrices, eager.conv_inputs
-        expected = KERNELS.lines(*lines, *of_rows, *of_eager, *history.weights[0])
+        expected = KERNELS.lines(*lines, *of_rows, *of_eager, history.weights[0])
         assert torch.equal(out, expected)
         assert out[:7].any()
 

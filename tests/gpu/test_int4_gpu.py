@@ -9,8 +9,15 @@ import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.ops.common.device_properties import has_hopper_kernels
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
-from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, int4_product, pack, widen
-from nanoinfer.quantization.int4.int4_linear import MAX_HOPPER_ROWS
+from nanoinfer.ops.int4.spec import (
+    MAX_HOPPER_ROWS,
+    PackedWeight,
+    block_size,
+    dequantize,
+    int4_product,
+    pack,
+    widen,
+)
 
 pytest.importorskip("triton")
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def pretend(gpu: AbsentGpu) -> None:
     from nanoinfer.layers.attention import backend_selection
     from nanoinfer.quantization import method_selection as methods
 
-    backend_selection.select_backend = partial(select_backend, gpu)
+    backend_selection.AttentionBackends.select = partialmethod(select_backend, gpu)
     methods.has_fp8_products = lambda _device: gpu.capability >= 89
     # Products on a GPU have options that CPUs lack. No kernel is chosen by the values, so these are all zero.
     torch.bmm = lambda x, weight, out_dtype=None: x.new_zeros(*x.shape[:-1], weight.shape[-1], dtype=out_dtype)
@@ -109,14 +109,12 @@ def pretend(gpu: AbsentGpu) -> None:
     torch._scaled_mm = lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[1], dtype=torch.bfloat16)
 
 
-def select_backend(
-    gpu: AbsentGpu, _requested: str, _device: torch.device, dtype: torch.dtype, spec: Any, block_size: int, _: bool
-) -> Any:
+def select_backend(backends: Any, gpu: AbsentGpu, spec: Any) -> Any:
     from nanoinfer.layers.attention.triton import TritonBackend
     from nanoinfer.ops.prefill_attention.hopper import serves
 
     is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None
-    serves_layer = is_plain and serves(spec.head_dim, spec.group_size, block_size, dtype)
+    serves_layer = is_plain and serves(spec.head_dim, spec.group_size, backends.block_size, backends.dtype)
     return TritonBackend(spec, has_hopper_kernel=gpu.is_hopper and serves_layer)
 
 

@@ -61,7 +61,7 @@ class History:
             tensor.fill_(float("nan"))
         self.dtype = dtype
         self.weights = [
-            (
+            single.DeltaRuleWeights(
                 self.randn(channels, self.width),
                 self.randn(heads).float(),
                 self.randn(heads).float(),
@@ -90,7 +90,7 @@ class History:
             position = self.tensor([self.positions[row] + index], torch.int64)
             token = [x[[index]] for x in lines]
             places = self.tensor([row]), position, of_layer.matrices, of_layer.conv_inputs
-            outs.append(self.by.step(*token, *places, *self.weights[layer]))
+            outs.append(self.by.step(*token, *places, self.weights[layer]))
         return torch.cat(outs)
 
     def step(self, num_lines: int, tolerance: float) -> None:
@@ -109,7 +109,7 @@ class History:
                     x[start + length : start + num_lines] = float("nan")
             states = self.states.layer(layer)
             states = states.pending, states.matrices, states.conv_inputs
-            out = self.by.lines(*lines, *of_rows, *states, *self.weights[layer])
+            out = self.by.lines(*lines, *of_rows, *states, self.weights[layer])
             for row, start, length in zip(rows, starts, lens, strict=True):
                 assert not out[start + length : start + num_lines].any(), "padding lines"
                 if row >= 0:

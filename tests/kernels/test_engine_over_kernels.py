@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.layers.attention import backend_selection
 
 pytest.importorskip("triton")
 
 from nanoinfer.layers.attention import triton as triton_backend
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.ops.decode_attention import triton as decode_kernels
 from tests.kernels.helpers import exact_fp8, loops_are_interpreted
 from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
@@ -68,7 +68,7 @@ def test_samples_that_read_their_prompt_together_are_those_of_plain_attention(
 
     monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
-    monkeypatch.setattr(backend_selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
+    monkeypatch.setattr(AttentionBackends, "select", lambda _, spec: triton_backend.TritonBackend(spec))
     assert draw(folder, 10**9, kv_cache_dtype) == expected
     assert not passes
     assert draw(folder, 0, kv_cache_dtype) == expected
@@ -97,7 +97,7 @@ def test_rows_of_several_tokens_read_their_prompt_together(
 
     monkeypatch.setattr(decode_kernels, "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(triton_backend, "shared_prefix_attention", note)
-    monkeypatch.setattr(backend_selection, "select_backend", lambda *args: triton_backend.TritonBackend(args[3]))
+    monkeypatch.setattr(AttentionBackends, "select", lambda _, spec: triton_backend.TritonBackend(spec))
     with proposing_llm(tmp_path, num_kvcache_blocks=100, **options) as llm:
         engine = engine_of(llm)
         engine.scheduler.sharer_finder.min_saved_tokens = 0

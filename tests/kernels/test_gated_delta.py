@@ -25,11 +25,7 @@ class Case(NamedTuple):
     positions: Tensor
     matrices: Tensor
     conv_inputs: Tensor
-    conv_weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm_weight: Tensor
-    eps: float = 1e-6
+    weights: spec.DeltaRuleWeights
 
     def clone(self) -> "Case":
         return Case(*(field.clone() if isinstance(field, Tensor) else field for field in self))
@@ -53,10 +49,13 @@ def random_case(
         torch.tensor([7, 0, 2, 0], device=device),
         randn(5, heads, key_dim, value_dim, dtype=torch.float32),
         randn(5, width, channels),
-        randn(channels, width),
-        randn(heads, dtype=torch.float32),
-        randn(heads, dtype=torch.float32),
-        randn(value_dim),
+        spec.DeltaRuleWeights(
+            randn(channels, width),
+            randn(heads, dtype=torch.float32),
+            randn(heads, dtype=torch.float32),
+            randn(value_dim),
+            1e-6,
+        ),
     )
 
 
@@ -99,7 +98,7 @@ def check_prefill(
 
     qkvz, ba = randn(num_tokens, case.qkvz.shape[1]), randn(num_tokens, case.ba.shape[1])
     qkvz[num_tokens // 2 :] = qkvz[-1]  # keys that repeat: powers of a chunk's matrix would be huge
-    a_log = torch.full_like(case.a_log, decay).log()
+    weights = case.weights._replace(a_log=torch.full_like(case.weights.a_log, decay).log())
     # A column of the packet's chunks, as in a step of an engine. Places 0 and the last one are not used.
     rows = torch.arange(len(lens), 0, -1, dtype=torch.int32, device=device).repeat(3, 1).t().contiguous()[:, 0]
     matrices = randn(num_places, *case.matrices.shape[1:], dtype=torch.float32)
@@ -108,9 +107,8 @@ def check_prefill(
         if start == 0:
             matrices[row], conv_inputs[row] = float("nan"), float("nan")  # nothing may read these
     contexts = tuple(start + length for start, length in zip(starts, lens, strict=True))
-    weights = case.conv_weight, a_log, case.dt_bias, case.norm_weight, case.eps
     (expected, *wanted), (out, *states) = (
-        (function(qkvz, ba, rows, lens, contexts, *copies, *weights), *copies)
+        (function(qkvz, ba, rows, lens, contexts, *copies, weights), *copies)
         for function in (spec.gated_delta_prefill.__wrapped__, kernels.gated_delta_prefill)  # type: ignore[attr-defined]
         for copies in [(matrices.clone(), conv_inputs.clone())]
     )

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.int4 import spec
-from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack
-from nanoinfer.quantization.int4.int4_linear import num_splits
+from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, num_splits, pack
 
 pytest.importorskip("triton")
 

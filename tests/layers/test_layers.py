@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from nanoinfer.caches.block_layout import KVLayout
+from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.caches.cache_groups import CacheGroups, LayerKind, LayerPlace
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.device import import_error
@@ -20,7 +20,7 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention import backend_selection
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, Backend, TorchBackend
-from nanoinfer.layers.attention.backend_selection import AttentionBackends, select_backend
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.cpu import CpuBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, ragged_indices
 from nanoinfer.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -198,7 +198,7 @@ def test_row_parallel_products_of_few_tokens_go_to_the_symmetric_memory_with_or_
         if bias:
             layer.weight_loader(layer.bias, offset)
         out = layer(tp.shard(x, dim=1))
-        assert out.all_ranks is buffers
+        assert out.buffers is buffers
         parts.append(out.terms.sum(0))
     torch.testing.assert_close(parts[0] + parts[1], x @ weight.T + (offset if bias else 0))
 
@@ -497,7 +497,7 @@ def assert_refused(
     requested: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int, reason: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        select_backend(requested, device, dtype, spec, block_size)
+        AttentionBackends(requested, device, dtype, block_size).select(spec)
     assert str(error.value).startswith(f"attention_backend='{requested}' ")
     assert reason in str(error.value)
     assert str(error.value).endswith(", or use attention_backend='auto'")
@@ -517,16 +517,16 @@ def test_flash_attn_cannot_read_a_cache_in_8_bits_and_auto_takes_what_can(monkey
     pytest.importorskip("triton")
     pretend_installed(monkeypatch, *BOTH)
     with pytest.raises(ConfigError) as error:
-        select_backend("flash_attn", CUDA, SIXTEEN, FULL, 256, in_8_bits=True)
+        AttentionBackends("flash_attn", CUDA, SIXTEEN, 256, in_8_bits=True).select(FULL)
     assert str(error.value) == (
         "attention_backend='flash_attn' reads a KV cache in 16 bits alone, and kv_cache_dtype asks for 8; leave "
         "kv_cache_dtype out, or use attention_backend='auto'"
     )
     for dtype, chosen in ((SIXTEEN, "triton"), (torch.float32, "torch")):
-        assert select_backend("auto", CUDA, dtype, FULL, 256, in_8_bits=True).name == chosen
-    assert select_backend("auto", CPU, SIXTEEN, FULL, 256, in_8_bits=True).name == "torch"
+        assert AttentionBackends("auto", CUDA, dtype, 256, in_8_bits=True).select(FULL).name == chosen
+    assert AttentionBackends("auto", CPU, SIXTEEN, 256, in_8_bits=True).select(FULL).name == "torch"
     pretend_gpu(monkeypatch, (8, 9))
-    assert select_backend("auto", CUDA, SIXTEEN, FULL, 256, in_8_bits=True).name == "triton"
+    assert AttentionBackends("auto", CUDA, SIXTEEN, 256, in_8_bits=True).select(FULL).name == "triton"
 
 
 @pytest.mark.parametrize("requested", ["flash_attn", "triton"])
@@ -534,7 +534,7 @@ def test_a_gpu_before_ampere_is_refused_by_name(requested: str, monkeypatch: pyt
     pretend_installed(monkeypatch, *BOTH)
     pretend_gpu(monkeypatch, (7, 5))
     assert_refused(requested, CUDA, torch.float16, FULL, 256, "capability 8.0 or more, and an old GPU has less")
-    assert select_backend("auto", CUDA, torch.float16, FULL, 256).name == "torch"
+    assert AttentionBackends("auto", CUDA, torch.float16, 256).select(FULL).name == "torch"
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_auto_takes_our_kernels_for_all_head_sizes_up_to_256_and_pytorch_for_the
     pytest.importorskip("triton")
     pretend_installed(monkeypatch, "triton")
     spec = replace(FULL, head_dim=head_dim, window=window)
-    assert select_backend(requested, torch.device(device), dtype, spec, block_size=16).name == chosen
+    assert AttentionBackends(requested, torch.device(device), dtype, block_size=16).select(spec).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -592,11 +592,11 @@ def test_only_before_hopper_prefill_is_by_flash_attn_where_its_build_serves(
     pretend_installed(monkeypatch, *installed, flash_attn_lacks=lacks)
     pretend_gpu(monkeypatch, capability)
     for requested in ("auto", "triton"):
-        assert select_backend(requested, CUDA, SIXTEEN, FULL, block_size=256).name == chosen
+        assert AttentionBackends(requested, CUDA, SIXTEEN, block_size=256).select(FULL).name == chosen
     for spec in (replace(FULL, has_sinks=True), replace(FULL, soft_cap=50.0)):  # which it lacks in every build
-        assert select_backend("auto", CUDA, SIXTEEN, spec, block_size=256).name == "triton"
+        assert AttentionBackends("auto", CUDA, SIXTEEN, block_size=256).select(spec).name == "triton"
     if installed == BOTH and lacks is None:
-        assert select_backend("flash_attn", CUDA, SIXTEEN, FULL, block_size=256).name == "flash_attn"
+        assert AttentionBackends("flash_attn", CUDA, SIXTEEN, block_size=256).select(FULL).name == "flash_attn"
 
 
 @pytest.mark.parametrize(
@@ -610,7 +610,7 @@ def test_hoppers_own_prefill_kernel_serves_plain_layers_alone(
     pytest.importorskip("triton", minversion="3.6")
     monkeypatch.setattr("nanoinfer.ops.common.device_properties.has_hopper_kernels", lambda _device: True)
     spec = replace(FULL, head_dim=128, **changes)
-    assert backend_selection._has_hopper_kernel(CUDA, SIXTEEN, spec, 256) == expected
+    assert AttentionBackends("auto", CUDA, SIXTEEN, 256).has_hopper_kernel(spec) == expected
 
 
 def test_layers_of_the_same_kind_share_a_backend_and_a_model_has_one_for_each_kind() -> None:
@@ -649,7 +649,7 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
     assert (backends.name, backends.needs_host, backends.max_prefix_sharers) == ("torch and triton", True, 32)
     assert backends.max_row_tokens == 32
     metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
-    groups = CacheGroups.arrange([LayerKind(None, KVLayout(8, 128, 128))])
+    groups = CacheGroups.arrange([LayerKind(None, BlockLayout.of_kv(8, 128, 128))])
     kv_cache = KVCache(groups, 1, 16, torch.bfloat16, CPU)
     planned = backends.plan(metadata, kv_cache, table=0)
     assert {spec.window: plan.tiles.tolist() for spec, plan in planned.plans.items()} == {

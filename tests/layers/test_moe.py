@@ -71,7 +71,7 @@ def plain(x: Tensor, weights: dict[str, Tensor], num_choices: int, norm: bool) -
 def test_a_row_is_the_weighted_sum_of_its_experts(num_choices: int, norm: bool) -> None:
     x, weights = randn(7, HIDDEN, seed=3), checkpoint()
     out = build(WHOLE, weights, num_choices, norm)(x)
-    assert out.all_ranks is None
+    assert out.buffers is None
     assert out.terms.shape == (num_choices, 7, HIDDEN), "the next norm adds up a row's experts"
     torch.testing.assert_close(out.terms.sum(0), plain(x, weights, num_choices, norm), rtol=1e-5, atol=1e-5)
 
@@ -237,7 +237,7 @@ def test_sums_of_few_tokens_go_to_the_symmetric_memory() -> None:
         buffers = object()
         memory: Any = SimpleNamespace(serves=lambda _: True, next_buffers=lambda _, buffers=buffers: buffers)
         out = build(replace(tp, symmetric_memory=memory), weights)(x)
-        assert out.all_ranks is buffers
+        assert out.buffers is buffers
         parts.append(out.terms.sum(0))
     torch.testing.assert_close(parts[0] + parts[1], build(WHOLE, weights)(x).terms.sum(0), rtol=1e-5, atol=1e-5)
 

@@ -133,9 +133,24 @@ def test_layers_have_the_attention_that_their_architecture_names() -> None:
 
 @pytest.mark.parametrize("norm", [CohereLayerNorm, type("ANewNorm", (RMSNorm,), {})])
 def test_only_norms_that_scale_leave_the_all_reduce_to_their_kernel(norm: type[RMSNorm]) -> None:
-    assert not DecoderSpec().adds_whole_sums
-    assert not DecoderSpec(norm=GemmaRMSNorm).adds_whole_sums
-    assert DecoderSpec(norm=norm).adds_whole_sums
+    assert not DecoderSpec().needs_whole_sums
+    assert not DecoderSpec(norm=GemmaRMSNorm).needs_whole_sums
+    assert DecoderSpec(norm=norm).needs_whole_sums
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, CohereLayerNorm])
+def test_no_part_of_a_layer_leaves_its_sums_to_a_norm_that_cannot_reduce_them(norm: type[RMSNorm]) -> None:
+    raw = {"architectures": ["Qwen3NextForCausalLM"], "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16}
+    raw |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 2}
+    raw |= {"num_experts_per_tok": 1}
+    raw |= {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [1]}
+    config, memory = read_native_config(raw), object()
+    backends = AttentionBackends("auto", torch.device("cpu"), torch.float32, block_size=16)
+    tp: Any = TensorParallel(0, 2, symmetric_memory=memory)  # type: ignore[arg-type]
+    decoder = Decoder(config, DecoderSpec(norm=norm), 16, backends, tp)
+    assert [(layer.is_linear, layer.has_experts) for layer in decoder.layers] == [(True, True), (False, False)]
+    of_parts = {part.tp.symmetric_memory for part in decoder.layers.modules() if hasattr(part, "tp")}
+    assert of_parts == ({memory} if norm is RMSNorm else {None})
 
 
 @pytest.mark.parametrize(

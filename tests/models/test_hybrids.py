@@ -28,11 +28,11 @@ __all__ = ["checkpoint"]
 EVEN = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 
 
-def random_weights(heads: int, key_dim: int, value_dim: int, width: int = 4) -> tuple[Any, ...]:
+def random_weights(heads: int, key_dim: int, value_dim: int, width: int = 4) -> spec.DeltaRuleWeights:
     """Weights for as many key heads as value heads, and the epsilon of the norm."""
     channels = heads * (2 * key_dim + value_dim)
     sizes = ((channels, width), (heads,), (heads,), (value_dim,))
-    return *(torch.randn(size) for size in sizes), 1e-6
+    return spec.DeltaRuleWeights(*(torch.randn(size) for size in sizes), 1e-6)
 
 
 def empty_states(num_places: int, heads: int, key_dim: int, value_dim: int, width: int = 4) -> LayerStates:
@@ -54,7 +54,7 @@ def test_chunks_cut_anywhere_and_steps_leave_the_state_that_single_steps_leave(c
     expected = torch.cat(
         [
             spec.gated_delta_step(
-                *(x[[index]] for x in (qkvz, ba)), row, torch.tensor([index]), *astuple(by_steps), *weights
+                *(x[[index]] for x in (qkvz, ba)), row, torch.tensor([index]), *astuple(by_steps), weights
             )
             for index in range(num_tokens)
         ]
@@ -62,7 +62,7 @@ def test_chunks_cut_anywhere_and_steps_leave_the_state_that_single_steps_leave(c
     outs = []
     for start, end in zip([0, *cuts], [*cuts, num_tokens], strict=True):
         of_chunk = qkvz[start:end], ba[start:end], row, (end - start,), (end,)
-        outs.append(spec.gated_delta_prefill(*of_chunk, *astuple(by_chunks), *weights))
+        outs.append(spec.gated_delta_prefill(*of_chunk, *astuple(by_chunks), weights))
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(by_chunks.matrices[1], by_steps.matrices[1], atol=1e-4, rtol=1e-4)
     assert torch.equal(by_chunks.conv_inputs[1], by_steps.conv_inputs[1])
@@ -80,12 +80,12 @@ def test_chunks_of_several_sequences_do_not_mix() -> None:
     qkvz, ba = torch.randn(sum(lens), heads * (2 * key_dim + 2 * value_dim)), torch.randn(sum(lens), 2 * heads)
     together, alone = (empty_states(len(lens), heads, key_dim, value_dim) for _ in range(2))
     rows = torch.tensor([4, 2, 0, 1, 3], dtype=torch.int32)
-    out = spec.gated_delta_prefill(qkvz, ba, rows, lens, lens, *astuple(together), *weights)
+    out = spec.gated_delta_prefill(qkvz, ba, rows, lens, lens, *astuple(together), weights)
     first = 0
     for row, length in zip(rows, lens, strict=True):
         part = slice(first, first + length)
         of_one = qkvz[part], ba[part], row[None], (length,), (length,)
-        expected = spec.gated_delta_prefill(*of_one, *astuple(alone), *weights)
+        expected = spec.gated_delta_prefill(*of_one, *astuple(alone), weights)
         torch.testing.assert_close(out[part], expected, atol=1e-5, rtol=1e-5)
         first += length
     torch.testing.assert_close(together.matrices, alone.matrices, atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanoinfer import LLM, ConfigError, RequestOutput, SamplingParams, WorkerError, tiny_model_path
-from nanoinfer.layers.routing_table import RoutingOnHost, RoutingTable
+from nanoinfer.caches.routing_table import RoutingOnHost, RoutingTable
 from tests.control.test_weight_control import save_random
 from tests.sampling.test_sampling import prompts
 
@@ -174,7 +175,8 @@ def test_ids_are_as_small_as_they_can_be_and_padding_is_written_beside_the_cache
 ) -> None:
     moe = llm.engine.runner.setup.model_config.moe  # type: ignore[union-attr]
     assert moe is not None
-    table = RoutingTable(replace(moe, num_experts=num_experts), num_blocks=2, block_size=4, device=torch.device("cpu"))
+    kv_cache: Any = SimpleNamespace(num_blocks=2, block_size=4, device=torch.device("cpu"), id_strides=[1])
+    table = RoutingTable(replace(moe, num_experts=num_experts), kv_cache)
     largest = torch.tensor([[num_experts - 1, 1, 2], [3, 4, 5], [9, 9, 9]], dtype=torch.int32)
     table.write(torch.tensor([6, 0, -1]), [largest, largest + 0])
     found = table.read([1, 0], 2, 6).to_array()

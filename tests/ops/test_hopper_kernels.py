@@ -12,7 +12,7 @@ import torch
 import nanoinfer
 from nanoinfer.device import import_error
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.backend_selection import FLASH_ATTN, select_backend
+from nanoinfer.layers.attention.backend_selection import FLASH_ATTN, AttentionBackends
 from nanoinfer.ops.common.device_properties import has_hopper_kernels
 
 CUDA = torch.device("cuda")
@@ -39,7 +39,7 @@ def test_a_hopper_gpu_has_its_kernels_with_this_triton() -> None:
     pytest.importorskip("triton", minversion="3.6")
     assert has_hopper_kernels(CUDA)
     spec = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, scale=1.0)
-    backend: Any = select_backend("auto", CUDA, torch.bfloat16, spec, block_size=256)
+    backend: Any = AttentionBackends("auto", CUDA, torch.bfloat16, block_size=256).select(spec)
     assert backend.name == "triton"
     assert backend.has_hopper_kernel
 

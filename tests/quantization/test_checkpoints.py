@@ -109,6 +109,13 @@ def is_linear(name: str) -> bool:
     return name.endswith("_proj.weight") or ".experts." in name
 
 
+def has_input_scale(config: dict[str, Any]) -> bool:
+    """Whether activations have one scale that the checkpoint gives."""
+    if (groups := config.get("config_groups")) is not None:
+        return not groups["group_0"]["input_activations"]["dynamic"]
+    return config["activation_scheme"] == "static"
+
+
 def round_weight(name: str, weight: Tensor, config: dict[str, Any]) -> tuple[Tensors, Tensor]:
     """The tensors that a checkpoint has in place of a weight, and the weight that they stand for."""
     text, stem = json.dumps(config), name.removesuffix(".weight")
@@ -122,10 +129,10 @@ def round_weight(name: str, weight: Tensor, config: dict[str, Any]) -> tuple[Ten
         rounded = {name: values, f"{stem}.weight_scale": scales.unsqueeze(1).bfloat16()}
         scales = scales.bfloat16().float()
     else:
-        scale = weight.abs().max() / 448
+        scale, is_scalar = weight.abs().max() / 448, config.get("activation_scheme") == "static"
         values, scales = (weight / scale).to(FP8), scale.expand(len(weight))
-        rounded = {name: values, f"{stem}.{scale_name}": scale if "static" in text else scale.reshape(1)}
-    if "static" in text or "modelopt" in text or '"strategy": "tensor", "dynamic": false}, "output' in text:
+        rounded = {name: values, f"{stem}.{scale_name}": scale if is_scalar else scale.reshape(1)}
+    if has_input_scale(config):
         scale_name = "activation_scale" if "weight_block_size" in config else "input_scale"
         rounded[f"{stem}.{scale_name}"] = torch.tensor(0.05 + len(stem) % 3 / 100)
     return rounded, dequantize_weight(values, scales)

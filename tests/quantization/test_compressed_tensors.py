@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack
-from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, ZEROS, Int4Config, readers
+from nanoinfer.quantization.int4.formats import Int4Config, readers
 from nanoinfer.quantization.method_selection import read_quantization
 
 pytest.importorskip("compressed_tensors")
@@ -29,9 +29,9 @@ def our_weight(tensors: dict[str, Tensor]) -> Tensor:
         found = readers("compressed-tensors")[name]
         if found is not None:
             ours[found[0]] = found[1](tensor)
-    zeros = ours.get(ZEROS)
-    numbers = ours[WEIGHT]
-    return dequantize(PackedWeight(pack(numbers, 128), ours[SCALES], None if zeros is None else zeros.byte()))
+    zeros = ours.get("weight_zero_point")
+    numbers = ours["weight"]
+    return dequantize(PackedWeight(pack(numbers, 128), ours["weight_scale"], None if zeros is None else zeros.byte()))
 
 
 @pytest.mark.parametrize(("strategy", "group_size", "symmetric"), CASES)

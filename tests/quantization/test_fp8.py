@@ -28,7 +28,7 @@ from nanoinfer.ops.fp8.spec import (
 )
 from nanoinfer.quantization import method_selection
 from nanoinfer.quantization.fp8_linear import Fp8Config, Fp8LinearMethod, Fp8WeightOnlyMethod
-from nanoinfer.quantization.method_selection import with_quantization
+from nanoinfer.quantization.method_selection import quantize_layer
 from tests.fp8_cases import assert_experts_are_as_good_as_specified, unrounded_expert_mlp
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -163,7 +163,8 @@ def test_hopper_and_ada_multiply_fp8_and_others_do_not(monkeypatch: pytest.Monke
 
 def quantized(layer: nn.Module, **options: Any) -> Any:
     """The layer as the only one of a model."""
-    [module] = with_quantization([nn.ModuleDict({"it": layer})], Fp8Config(**options))
+    module = nn.ModuleDict({"it": layer})
+    quantize_layer(module, "model.layers.0", Fp8Config(**options))
     return module["it"]
 
 
@@ -205,7 +206,7 @@ def test_sums_of_few_tokens_go_to_the_symmetric_memory() -> None:
     layer = quantized(RowParallelLinear(256, 5, bias=False, tp=TensorParallel(0, 2, symmetric_memory=memory)))
     layer.weight_loader(layer.weight, weight)
     out = layer(x[:, :128])
-    assert out.all_ranks is buffers
+    assert out.buffers is buffers
     torch.testing.assert_close(out.terms.sum(0), x[:, :128] @ weight[:, :128].T, rtol=0.1, atol=2.0)
 
 

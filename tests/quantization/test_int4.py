@@ -16,8 +16,9 @@ from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import MergedColumnParallelLinear
 from nanoinfer.ops.int4 import spec as int4
-from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack, quantize, unpack
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, readers
+from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack, quantize, reads_4_bits, unpack
+from nanoinfer.quantization.int4 import int4_linear
+from nanoinfer.quantization.int4.formats import Int4Config, readers
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 from nanoinfer.quantization.method_selection import read_quantization
 from tests.quantization.test_checkpoints import plain_folder, write_plain
@@ -150,10 +151,12 @@ def test_the_tensors_of_each_format_stand_for_the_numbers_that_they_were_made_of
     for name, tensor in kind.write(made).items():
         if (reader := names[name]) is not None:
             found[reader[0]] = reader[1](tensor)
-    assert torch.equal(found[WEIGHT].long(), made.q)
-    assert torch.equal(found[SCALES], made.scales.float())
-    zeros, groups = found.get(ZEROS) if config.has_zeros else None, found.get(GROUPS) if config.orders_inputs else None
-    assert torch.equal(dequantize(PackedWeight(pack(found[WEIGHT], 128), found[SCALES], zeros, groups)), made.weight)
+    assert torch.equal(found["weight"].long(), made.q)
+    assert torch.equal(found["weight_scale"], made.scales.float())
+    zeros = found.get("weight_zero_point") if config.has_zeros else None
+    groups = found.get("weight_g_idx") if config.orders_inputs else None
+    packed = PackedWeight(pack(found["weight"], 128), found["weight_scale"], zeros, groups)
+    assert torch.equal(dequantize(packed), made.weight)
     assert config.group_size == (None if kind.group_size == -1 else kind.group_size)
     assert config.has_zeros != kind.symmetric
     assert config.orders_inputs == kind.is_ordered
@@ -350,14 +353,48 @@ def test_the_order_of_the_inputs_of_packed_weights_is_that_of_each() -> None:
     assert {name: part is order for name, part in parts.items()} == {"gate": True, "up": True}
 
 
+class RowsOnAGpu:
+    """What is asked of the rows of a product where its kernel is chosen."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+    def __init__(self, num_rows: int, num_inputs: int, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = (num_rows, num_inputs), dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_a_weight_is_read_in_4_bits_for_few_rows_where_a_kernel_serves_it(
+    on_hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int4, "has_hopper_kernels", lambda _: on_hopper)
+
+    def serves(num_rows: int, num_inputs: int = 256, group_size: int = 128, **changes: Any) -> bool:
+        dtype = changes.pop("dtype", torch.bfloat16)
+        numbers = torch.zeros(8, num_inputs // 8, dtype=torch.int32)
+        weight = PackedWeight(numbers, torch.zeros(8, num_inputs // group_size), **changes)
+        x: Any = RowsOnAGpu(num_rows, num_inputs, dtype)
+        return reads_4_bits(x, weight)
+
+    assert serves(64)
+    assert not serves(1025)
+    assert (serves(65), serves(1024, group_size=32)) == (on_hopper, on_hopper)
+    assert not serves(65, num_inputs=384, group_size=192), "groups that are no parts of a block"
+    assert not serves(1, num_inputs=192, group_size=64), "a block that is not whole"
+    assert not serves(1, dtype=torch.float32)
+    assert not serves(1, groups=torch.zeros(256, dtype=torch.int32)), "inputs in another order"
+
+
 def test_a_product_of_few_rows_with_a_bias_reads_4_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = MergedColumnParallelLinear(128, 64, bias=True, tp=TensorParallel())
     layer.quant_method = method = Int4LinearMethod(Int4Config(), layer)
     method.fill_with_random_weights(layer, 1.0, torch.Generator().manual_seed(0))
     x, wide = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)), method.wide_weight(layer)
     layer.bias.fill_(2.0)
-    monkeypatch.setattr(method, "_is_read_in_4_bits", lambda *_: True)
-    monkeypatch.setattr(method, "wide_weight", lambda _: pytest.fail("it is widened"))
+    monkeypatch.setattr(int4_linear, "reads_4_bits", lambda *_: True)
+    monkeypatch.setattr(method, "_widened", lambda _: pytest.fail("it is widened"))
     torch.testing.assert_close(method.apply_split(layer, x, layer.bias), (x @ wide.T + 2.0).unsqueeze(0))
 
 

@@ -18,7 +18,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import pack, read_header
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.stopping import NO_TOKEN, NOT_COUNTED, Stopping
+from nanoinfer.engine.stopping import Stopping
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.ops.gumbel_max import spec
 from nanoinfer.sampling.logits_processors import ROWS_AT_ONCE
@@ -26,6 +26,7 @@ from nanoinfer.sampling.logprobs import PositionLogprobs
 from nanoinfer.sampling.proposals import Proposals
 from nanoinfer.sampling.row_state import admit_rows
 from nanoinfer.sampling.sampler import Sampled, Sampler
+from nanoinfer.token_ids import NO_TOKEN, NOT_COUNTED
 
 VOCAB_SIZE, NUM_PROMPT_TOKENS, LENGTH = 100, 2, 22
 PROMPT = [1, 2]
@@ -384,10 +385,6 @@ def test_two_ranks_draw_lines_as_one_does(masks: Masks, num_tokens: int) -> None
 
 
 # --- counting ---
-
-
-def test_the_engine_and_the_operation_mean_the_same_by_a_token_that_does_not_count() -> None:
-    assert spec.NOT_COUNTED == NOT_COUNTED
 
 
 def test_tokens_count_up_to_the_first_wrong_proposal() -> None:

@@ -101,15 +101,15 @@ class TorchBackend(AttentionBackend):
                 table = metadata.block_tables[index]
                 context_k, context_v = gather_context(cache, table, context_len, q.dtype)
             if spec.causal:
-                options = spec.scale, spec.window, sinks, spec.soft_cap
-                out[chunk] = causal_attention(q[chunk], context_k, context_v, *options)
+                out[chunk] = causal_attention(
+                    q[chunk], context_k, context_v, spec.scale, spec.window, sinks, spec.soft_cap
+                )
             else:
                 out[chunk] = full_attention(q[chunk], context_k, context_v, spec.scale, spec.window)
             start += query_len
         return out
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
-        spec = self.spec
-        options = spec.scale, spec.window, sinks, spec.soft_cap
-        metadata = metadata.with_a_row_for_each_token()
-        return decode_attention(q, cache, metadata.block_tables, metadata.context_lens, *options)
+        spec, metadata = self.spec, metadata.with_a_row_for_each_token()
+        tables, lens = metadata.block_tables, metadata.context_lens
+        return decode_attention(q, cache, tables, lens, spec.scale, spec.window, sinks, spec.soft_cap)

@@ -43,8 +43,7 @@ class AttentionBackends:
         """Return the backend of layers like this one. Raises ConfigError where none can serve, with the reason."""
 
         def select() -> AttentionBackend:
-            options = self.device, self.dtype, replace(spec, chunk=None), self.block_size, self.in_8_bits
-            backend = select_backend(self.requested, *options)
+            backend = self.select(replace(spec, chunk=None))
             return ChunkedBackend(spec, spec.chunk, backend, self.block_size) if spec.chunk else backend
 
         return self.shared(spec, place, select)
@@ -60,7 +59,7 @@ class AttentionBackends:
         return cast(BackendT, self._backends[spec])
 
     def plan(self, metadata: MetadataT, cache: KVCache, table: int) -> MetadataT:
-        """Return `metadata`, that of a block table, with what backends prepare for the table's layers."""
+        """Return the metadata of a block table with what backends prepare for the table's layers."""
         for (its_table, spec), place in self._places.items():
             if its_table == table:
                 metadata = self._backends[spec].plan(metadata, cache.layer(place))
@@ -86,97 +85,88 @@ class AttentionBackends:
         """The most decode rows of one token that layers can read a shared prefix for at once; 0 if none can."""
         return min((rows for backend in self._backends.values() if (rows := backend.max_prefix_sharers)), default=0)
 
+    def select(self, spec: AttentionSpec) -> AttentionBackend:
+        """Make the backend that was requested for a layer; for "auto", the fastest that serves it on this device.
 
-def select_backend(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    spec: AttentionSpec,
-    block_size: int,
-    in_8_bits: bool = False,
-) -> AttentionBackend:
-    """Return the backend that `requested` names; for "auto", the fastest that serves this device and this layer.
+        Raises ConfigError where the requested one cannot, with the reason.
+        """
+        name = self.requested
+        if name == "auto":
+            name = next(name for name in ("triton", "flash_attn", "torch") if self._obstacle(name, spec) is None)
+        elif reason := self._obstacle(name, spec):
+            raise ConfigError(f"attention_backend={name!r} {reason}, or use attention_backend='auto'")
+        if name == "torch":
+            return CpuBackend(spec) if self.device.type == "cpu" else TorchBackend(spec)
+        # Imported late: what these modules need is slow to import, or not installed.
+        if name == "flash_attn":
+            from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
 
-    Raises ConfigError where the requested one cannot, with the reason.
-    """
+            return FlashAttentionBackend(spec)
+        from nanoinfer.layers.attention.triton import TritonBackend
 
-    def obstacle(backend: str) -> str | None:
-        return _obstacle(backend, device, dtype, spec, block_size, in_8_bits)
+        # On Hopper our own prefill kernel is faster than flash-attn 2 (docs/performance.md); before, that is not known.
+        is_before_hopper = torch.cuda.is_available() and compute_capability(self.device) < (9, 0)
+        if is_before_hopper and not self._obstacle("flash_attn", spec):
+            from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
 
-    if requested == "auto":
-        requested = next(name for name in ("triton", "flash_attn", "torch") if obstacle(name) is None)
-    elif reason := obstacle(requested):
-        raise ConfigError(f"attention_backend={requested!r} {reason}, or use attention_backend='auto'")
-    if requested == "torch":
-        return CpuBackend(spec) if device.type == "cpu" else TorchBackend(spec)
-    # What these import is slow to import, or not there.
-    if requested == "flash_attn":
-        from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
+            return TritonBackend(spec, for_prefill=FlashAttentionBackend(spec))
+        return TritonBackend(spec, has_hopper_kernel=self.has_hopper_kernel(spec))
 
-        return FlashAttentionBackend(spec)
-    from nanoinfer.layers.attention.triton import TritonBackend
+    def has_hopper_kernel(self, spec: AttentionSpec) -> bool:
+        """Return whether Hopper's own prefill kernel serves layers like this one."""
+        from nanoinfer.ops.common.device_properties import has_hopper_kernels
 
-    # On Hopper our own prefill kernel is faster than flash-attn 2 (docs/performance.md); before, that is not known.
-    if torch.cuda.is_available() and compute_capability(device) < (9, 0) and not obstacle("flash_attn"):
-        from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend
+        is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None and spec.causal
+        if not is_plain or not has_hopper_kernels(self.device):
+            return False
+        from nanoinfer.ops.prefill_attention.hopper import serves
 
-        return TritonBackend(spec, for_prefill=FlashAttentionBackend(spec))
-    return TritonBackend(spec, has_hopper_kernel=_has_hopper_kernel(device, dtype, spec, block_size))
+        return serves(spec.head_dim, spec.group_size, self.block_size, self.dtype)
 
+    def _obstacle(self, backend: str, spec: AttentionSpec) -> str | None:
+        """Return why a backend cannot serve; None where it can."""
+        if backend == "torch":
+            return None
+        if self.device.type != "cuda":
+            return f"runs on CUDA, and device is {self.device.type!r}; use a GPU"
+        modules = {"triton": "triton", "flash-attn": FLASH_ATTN} if backend == "flash_attn" else {"triton": "triton"}
+        for package, module in modules.items():
+            if error := import_error(module):
+                return f"needs the package {package}, which cannot be imported ({error}); install it"
+        if torch.cuda.is_available() and compute_capability(self.device) < (8, 0):
+            gpu = torch.cuda.get_device_name(self.device)
+            return f"needs a GPU of compute capability 8.0 or more, and {gpu} has less"
+        if self.dtype == torch.float32:
+            return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
+        if spec.head_dim % 8 != 0 or spec.head_dim > MAX_HEAD_DIM:
+            return (
+                f"takes a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, and the model has {spec.head_dim}; "
+                "use another model"
+            )
+        if backend == "triton" and spec.group_size > MAX_GROUP_SIZE:
+            return (
+                f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}; "
+                "use another model"
+            )
+        return self._obstacle_of_flash_attn(spec) if backend == "flash_attn" else None
 
-def _has_hopper_kernel(device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int) -> bool:
-    """Whether Hopper's own prefill kernel serves layers like this one."""
-    from nanoinfer.ops.common.device_properties import has_hopper_kernels
-
-    is_plain = spec.window is None and not spec.has_sinks and spec.soft_cap is None and spec.causal
-    if not is_plain or not has_hopper_kernels(device):
-        return False
-    from nanoinfer.ops.prefill_attention.hopper import serves
-
-    return serves(spec.head_dim, spec.group_size, block_size, dtype)
-
-
-def _obstacle(
-    backend: str, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, block_size: int, in_8_bits: bool
-) -> str | None:
-    """Why a backend cannot serve; None where it can."""
-    if backend == "torch":
+    def _obstacle_of_flash_attn(self, spec: AttentionSpec) -> str | None:
+        """Return what flash-attn lacks that our own kernels have; None where it serves."""
+        if spec.has_sinks:
+            return "has no attention sinks, and the model has; leave attention_backend out"
+        if spec.soft_cap is not None:
+            return "caps no scores, and attn_logit_softcapping asks for that; leave attention_backend out"
+        if self.in_8_bits:
+            return "reads a KV cache in 16 bits alone, and kv_cache_dtype asks for 8; leave kv_cache_dtype out"
+        if self.block_size % 256 != 0:
+            return f"needs kvcache_block_size to be a multiple of 256, not {self.block_size}; use 256"
+        if reason := _flash_attn_lacks(spec, self.device, self.dtype):
+            return f"is a build of flash-attn that lacks what the model needs ({reason}); install another build"
         return None
-    if device.type != "cuda":
-        return f"runs on CUDA, and device is {device.type!r}; use a GPU"
-    modules = {"triton": "triton", "flash-attn": FLASH_ATTN} if backend == "flash_attn" else {"triton": "triton"}
-    for package, module in modules.items():
-        if error := import_error(module):
-            return f"needs the package {package}, which cannot be imported ({error}); install it"
-    if torch.cuda.is_available() and compute_capability(device) < (8, 0):
-        return f"needs a GPU of compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less"
-    if dtype == torch.float32:
-        return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
-    if spec.head_dim % 8 != 0 or spec.head_dim > MAX_HEAD_DIM:
-        return (
-            f"takes a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, and the model has {spec.head_dim}; "
-            "use another model"
-        )
-    if backend == "triton" and spec.group_size > MAX_GROUP_SIZE:
-        return (
-            f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}; "
-            "use another model"
-        )
-    if backend == "flash_attn" and spec.has_sinks:
-        return "has no attention sinks, and the model has; leave attention_backend out"
-    if backend == "flash_attn" and spec.soft_cap is not None:
-        return "caps no scores, and attn_logit_softcapping asks for that; leave attention_backend out"
-    if backend == "flash_attn" and in_8_bits:
-        return "reads a KV cache in 16 bits alone, and kv_cache_dtype asks for 8; leave kv_cache_dtype out"
-    if backend == "flash_attn" and block_size % 256 != 0:
-        return f"needs kvcache_block_size to be a multiple of 256, not {block_size}; use 256"
-    if backend == "flash_attn" and (reason := _flash_attn_lacks(spec, device, dtype)):
-        return f"is a build of flash-attn that lacks what the model needs ({reason}); install another build"
-    return None
 
 
 def _flash_attn_lacks(spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What a build of flash-attn answers to a layer that it was built without; None where it serves.
+    """Return what a build of flash-attn answers to a layer that it was built without; None where it serves.
 
     Builds may leave out head sizes and windows, so each kind of layer is tried once. A window only counts where the
     context is longer.

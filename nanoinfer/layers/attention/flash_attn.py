@@ -38,7 +38,7 @@ NO_SOFTCAP = NO_DROPOUT = 0.0
 
 
 class FlashAttentionBackend(AttentionBackend):
-    """flash-attn reads our head-major cache through a transposed view: it asks only for unit stride in head_dim."""
+    """Has flash-attn read our head-major cache through a transposed view: it asks only for unit stride in head_dim."""
 
     name = "flash_attn"
     needs_host = False
@@ -62,9 +62,17 @@ class FlashAttentionBackend(AttentionBackend):
         if metadata.reads_cache:
             k, v = cache.k.transpose(1, 2), cache.v.transpose(1, 2)  # (num_blocks, block_size, num_kv_heads, head_dim)
             block_tables = metadata.block_tables
-        cu_lens = metadata.cu_query_lens, metadata.cu_context_lens
-        longest = max(metadata.query_lens), max(metadata.context_lens)
-        return varlen_attention(q, k, v, *cu_lens, block_tables, *longest, self.spec)
+        return varlen_attention(
+            q,
+            k,
+            v,
+            metadata.cu_query_lens,
+            metadata.cu_context_lens,
+            block_tables,
+            max(metadata.query_lens),
+            max(metadata.context_lens),
+            self.spec,
+        )
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         metadata = metadata.plans.get(self.spec, metadata)

@@ -86,7 +86,7 @@ class DecodeMetadata:
     plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
 
     def with_a_row_for_each_token(self) -> "DecodeMetadata":
-        """Return the same step as one of a single token a row, in which a row's block table is that of its tokens.
+        """Return the same step with a row for each token. The rows of a row's tokens have its block table.
 
         This specifies what a row of several tokens means. Prefixes are not shared, and there are no plans.
         """

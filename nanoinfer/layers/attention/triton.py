@@ -20,8 +20,8 @@ from nanoinfer.ops.decode_attention.triton import (
 from nanoinfer.ops.kv_cache.spec import LayerCache, widen_blocks
 from nanoinfer.ops.prefill_attention.triton import paged_prefill_attention, plan_prefill
 
-LONG_CONTEXT = 512  # tokens that a tile of queries attends to, on average, from which on Hopper's own kernel is faster
-MAX_WIDENED_TOKENS = 2**15  # of a cache in 8 bits, at a time: 134 MB of keys and values, for 8 KV heads of 128
+LONG_CONTEXT = 512  # Hopper's own kernel is faster where a tile of queries attends to so many tokens on average
+MAX_WIDENED_TOKENS = 2**15  # that are widened at a time: 134 MB of keys and values, for 8 KV heads of 128
 
 
 class BlockList(NamedTuple):
@@ -47,7 +47,7 @@ class PrefillPlan(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """Lists the tiles that each row reads for itself, and those of shared prefixes, if there are any."""
+    """Lists the tiles that each row reads for itself, and the tiles of shared prefixes, if there are any."""
 
     rows: TileList
     prefixes: TileList | None
@@ -96,16 +96,16 @@ class TritonBackend(AttentionBackend):
             lens = metadata.cu_context_lens
             return hopper_prefill_attention(q, cache.k, cache.v, plan.tiles, plan.counters, tables, lens, spec.scale)
         cu_lens = None if spec.causal else metadata.cu_context_lens
-        options = spec.scale, spec.window, sinks, cu_lens, spec.soft_cap
-        return paged_prefill_attention(q, cache, plan.tiles, tables, *options)
+        return paged_prefill_attention(
+            q, cache, plan.tiles, tables, spec.scale, spec.window, sinks, cu_lens, spec.soft_cap
+        )
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
         plan: DecodePlan = metadata.plans[self.spec]
         shared, spec = metadata.shared_prefixes, self.spec
         prefix = None
         if plan.prefixes is not None and shared is not None:
-            scores = spec.scale, spec.soft_cap
-            prefix = shared_prefix_attention(q, cache, plan.prefixes, shared.num_sharers, *scores)
+            prefix = shared_prefix_attention(q, cache, plan.prefixes, shared.num_sharers, spec.scale, spec.soft_cap)
         windowed = spec.window is not None
         return paged_decode_attention(q, cache, plan.rows, spec.scale, windowed, prefix, sinks, spec.soft_cap)
 
@@ -145,7 +145,7 @@ class TritonBackend(AttentionBackend):
 
 
 def list_blocks(metadata: PrefillMetadata, num_cache_blocks: int, block_size: int) -> BlockList | None:
-    """List the blocks that hold the contexts of a step; None if these are too many, or not counted.
+    """List the blocks that hold the contexts of a step; None if there are too many, or nobody has counted them.
 
     The host does not wait for the device: it knows how many blocks there are at most, and not which.
     """
@@ -169,7 +169,7 @@ def widened_cache(cache: LayerCache, blocks: BlockList, dtype: torch.dtype) -> L
     """Return a cache in 16 bits that holds the listed blocks, in their order."""
     assert cache.k_scales is not None, "only a cache in 8 bits is widened"
     assert cache.v_scales is not None, "only a cache in 8 bits is widened"
-    # Always as large, so that the largest step is no larger than the one that is measured at load.
+    # Always allocates the most, so that no step takes more memory than the one that is measured at load.
     num_places = max(1, MAX_WIDENED_TOKENS // cache.k.shape[2])
     k, v = cache.k.new_empty((2, num_places, *cache.k.shape[1:]), dtype=dtype)
     widen_blocks(cache.k, cache.k_scales, blocks.block_ids, k)

@@ -6,7 +6,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.caches.block_layout import KVLayout
 from nanoinfer.caches.cache_groups import CacheGroups, LayerPlace
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
@@ -26,13 +25,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 class CachedAttention:
     """Computes one attention call of each step, over the paged cache.
 
-    place: its part of the cache. layout: what that holds, to whose heads and sizes the call's own are filled up.
+    place: its part of the cache, to whose heads and sizes, those of `backend.spec`, the call's own are filled up.
     """
 
-    def __init__(self, call: AttentionCall, place: LayerPlace, layout: KVLayout, backend: AttentionBackend) -> None:
-        self._place, self._num_kv_heads, self._backend = place, layout.num_heads, backend
-        self._head_dim = layout.key_size
-        self._value_dim = call.value_dim
+    def __init__(self, call: AttentionCall, place: LayerPlace, backend: AttentionBackend) -> None:
+        self._place, self._backend, self._value_dim = place, backend, call.value_dim
+        self._num_kv_heads, self._head_dim = backend.spec.num_kv_heads, backend.spec.head_dim
 
     def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """(num_tokens, heads, size) each -> the heads' outputs (num_tokens, num_heads, the values' size)."""
@@ -40,7 +38,7 @@ class CachedAttention:
         if k.shape[1] != self._num_kv_heads:
             k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
-        cache, metadata = step.kv_cache.layer(self._place), step.attention_of(self._place.table)
+        cache, metadata = step.kv_cache.layer(self._place), step.metadata[self._place.table]
         store_keys_values(k, v, cache, metadata.slot_mapping)
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
         if isinstance(metadata, PrefillMetadata):
@@ -78,13 +76,13 @@ def cached_attentions(
 ) -> list[CachedAttention]:
     """Return what computes each attention call of a step. max_positions: the longest sequence."""
     windows, places = config.windows_within(max_positions), CacheGroups.of(config, max_positions, ALONE).places
-    layout, attentions = KVLayout.of(config, ALONE), []
+    attentions = []
     for call, window, place in zip(config.calls, windows, places, strict=True):
         chunk = call.sight.chunk
         spec = AttentionSpec(
             num_heads=call.num_heads,
-            num_kv_heads=layout.num_heads,
-            head_dim=layout.key_size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
             scale=call.scale,
             window=window,
             has_sinks=call.has_sinks,
@@ -92,5 +90,5 @@ def cached_attentions(
             soft_cap=call.soft_cap,
             chunk=chunk if chunk is not None and chunk < max_positions else None,
         )
-        attentions.append(CachedAttention(call, place, layout, backends.for_layer(spec, place)))
+        attentions.append(CachedAttention(call, place, backends.for_layer(spec, place)))
     return attentions

@@ -51,7 +51,7 @@ def embedding_classes() -> list[str]:
 
 
 def _with_interface(found: Iterable[str | Sequence[str]], endings: str | tuple[str, ...]) -> list[str]:
-    """Return those of the names that end so, run and are not our own. found: names, by kind of model."""
+    """Return the names with these endings that run, and that we have no layers for. found: names, by kind of model."""
     names = {name for part in found for name in ((part,) if isinstance(part, str) else part)}
     wanted = (name for name in names - {*SUPPORTED, *REFUSED} if name.endswith(endings))
     return sorted(name for name in wanted if _has_interface(name))

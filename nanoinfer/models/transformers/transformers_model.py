@@ -83,8 +83,6 @@ class TransformersModel(nn.Module):
         folder: Path,
         max_positions: int,
         backends: AttentionBackends,
-        device: torch.device,
-        dtype: torch.dtype,
         random_seed: int | None,
         compiles: bool,
     ) -> "TransformersModel":
@@ -94,7 +92,7 @@ class TransformersModel(nn.Module):
         another shape, and for a model that `guards.py` refuses; ConfigError where layers cannot be compiled.
         """
         assert isinstance(config, TransformersConfig), f"{config.architecture} was not read as a model of transformers"
-        model_class = find_class(config.fields)
+        model_class, device, dtype = find_class(config.fields), backends.device, backends.dtype
         if random_seed is None:
             model = _load_weights(model_class, config, folder, dtype).to(device)
         else:

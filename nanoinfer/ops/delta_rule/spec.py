@@ -28,6 +28,16 @@ CHUNK = 64  # tokens
 L2_EPS = 1e-6
 
 
+class DeltaRuleWeights(NamedTuple):
+    """Holds the weights of a layer that are applied between its input products and its output product, contiguous."""
+
+    conv: Tensor  # (conv_size, conv_width), the newest token last
+    a_log: Tensor  # (num_value_heads,) float32
+    dt_bias: Tensor  # (num_value_heads,) float32
+    norm: Tensor  # (value_head_dim,), of the gated norm of the output
+    eps: float  # of that norm
+
+
 @op
 def gated_delta_step(
     qkvz: Tensor,
@@ -36,11 +46,7 @@ def gated_delta_step(
     positions: Tensor,
     matrices: Tensor,
     conv_inputs: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
+    weights: DeltaRuleWeights,
 ) -> Tensor:
     """Compute one token of each row, and leave the states as they are after it.
 
@@ -48,26 +54,25 @@ def gated_delta_step(
     rows contiguous. ba: (num_rows, 2 * num_value_heads), likewise. rows: (num_rows,) int32, the places of their states;
     padding has -1, the last place. positions: (num_rows,) int64; at position 0 a state begins anew. matrices:
     (num_places, num_value_heads, key_head_dim, value_head_dim) float32. conv_inputs: (num_places, conv_width,
-    conv_size), the inputs of the newest tokens; that of position p is at p % conv_width. conv_weight: (conv_size,
-    conv_width). a_log, dt_bias: (num_value_heads,) float32. norm_weight: (value_head_dim,), of the gated norm of the
-    output. eps: its epsilon. From positions on, all are contiguous. Returns (num_rows, value_size).
+    conv_size), the inputs of the newest tokens; that of position p is at p % conv_width. From positions on, all are
+    contiguous. Returns (num_rows, value_size).
     """
     places = rows.long()
-    num_channels, width = conv_weight.shape
+    num_channels, width = weights.conv.shape
     x, z = qkvz[:, :num_channels], qkvz[:, num_channels:]
     earlier = [positions - age for age in range(width - 1, 0, -1)]
     window = [
         torch.where((position >= 0).unsqueeze(1), conv_inputs[places, position % width], 0) for position in earlier
     ]
-    q, k, v = split_heads(convolve([*window, x], conv_weight), matrices)
+    q, k, v = split_heads(convolve([*window, x], weights.conv), matrices)
     conv_inputs[places, positions % width] = x
-    g, beta = gates(ba, a_log, dt_bias)
+    g, beta = gates(ba, weights.a_log, weights.dt_bias)
     state = torch.where((positions > 0)[:, None, None, None], matrices[places], 0) * g.exp()[..., None, None]
     delta = (v - (state * k.unsqueeze(-1)).sum(-2)) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)  # (num_rows, heads, key_head_dim, value_head_dim)
     matrices[places] = state
     out = (state * q.unsqueeze(-1)).sum(-2)
-    return gated_norm(out.to(x.dtype), z, norm_weight, eps)
+    return gated_norm(out.to(x.dtype), z, weights.norm, weights.eps)
 
 
 @op
@@ -79,11 +84,7 @@ def gated_delta_prefill(
     context_lens: tuple[int, ...],
     matrices: Tensor,
     conv_inputs: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
+    weights: DeltaRuleWeights,
 ) -> Tensor:
     """Compute the chunks of a prefill step, and leave the states as they are after them.
 
@@ -91,18 +92,18 @@ def gated_delta_prefill(
     query_lens: tokens of each chunk, laid end to end. context_lens: the same with tokens of earlier steps; a chunk
     without any ignores what its state was. The others: as in `gated_delta_step`. Returns (num_tokens, value_size).
     """
-    num_channels = len(conv_weight)
+    num_channels = len(weights.conv)
     x, z = qkvz[:, :num_channels], qkvz[:, num_channels:]
     layout = _layout_of(query_lens, context_lens, x.device)
     places = rows.long()
-    convolved = convolve(_conv_windows(x, layout, places, conv_inputs), conv_weight)
+    convolved = convolve(_conv_windows(x, layout, places, conv_inputs), weights.conv)
     _keep_conv_inputs(x, layout, places, conv_inputs)
     q, k, v = split_heads(convolved, matrices)
-    g, beta = gates(ba, a_log, dt_bias)
+    g, beta = gates(ba, weights.a_log, weights.dt_bias)
     begun = (layout.starts > 0)[:, None, None, None]
     initial = torch.where(begun, matrices[places], 0)
     out, matrices[places] = chunked_delta_rule(q, k, v, g, beta, initial, query_lens)
-    return gated_norm(out.to(x.dtype), z, norm_weight, eps)
+    return gated_norm(out.to(x.dtype), z, weights.norm, weights.eps)
 
 
 class Layout(NamedTuple):

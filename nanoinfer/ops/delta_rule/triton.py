@@ -459,15 +459,13 @@ def _gated_norm_kernel(
     tl.store(out_ptr + index, gated_norm(x.to(tl.float32), z, weight[None, :], eps, value_dim, x.dtype), mask=mask)
 
 
-def gated_delta_step(qkvz, ba, rows, positions, matrices, conv_inputs, conv_weight, a_log, dt_bias, norm_weight, eps):
+def gated_delta_step(qkvz, ba, rows, positions, matrices, conv_inputs, weights):
     num_places, num_heads, key_dim, value_dim = matrices.shape
-    num_channels, width = conv_weight.shape
     assert qkvz.stride(1) == 1, f"the rows of qkvz must be contiguous, strides {qkvz.stride()}"
     assert ba.stride(1) == 1, f"the rows of ba must be contiguous, strides {ba.stride()}"
     out = qkvz.new_empty(len(qkvz), num_heads * value_dim)
     if len(qkvz) == 0:
         return out
-    padded = next_power_of_2(key_dim), next_power_of_2(value_dim)
     _gated_delta_step_kernel[(len(qkvz), num_heads)](
         qkvz,
         ba,
@@ -475,42 +473,53 @@ def gated_delta_step(qkvz, ba, rows, positions, matrices, conv_inputs, conv_weig
         positions,
         matrices,
         conv_inputs,
-        conv_weight,
-        a_log,
-        dt_bias,
-        norm_weight,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        weights.norm,
         out,
         qkvz.stride(0),
         ba.stride(0),
         rows.stride(0),
         num_places,
-        num_channels,
-        eps,
+        len(weights.conv),
+        weights.eps,
         key_dim**-0.5,
-        num_heads=num_heads,
-        group=num_heads * 2 * key_dim // (num_channels - num_heads * value_dim),
-        key_dim=key_dim,
-        value_dim=value_dim,
-        WIDTH=width,
-        KEY_DIM=padded[0],
-        VALUE_DIM=padded[1],
-        # With more threads than a head has dimensions, Triton has each of them load q and k again for its own part.
-        num_warps=max(1, min(8, padded[0] * padded[1] // 4096)),
+        **step_options(matrices, conv_inputs),
     )
     return out
 
 
-def gated_delta_prefill(
-    qkvz, ba, rows, query_lens, context_lens, matrices, conv_inputs, conv_weight, a_log, dt_bias, norm_weight, eps
-):
+def step_options(matrices, conv_inputs):
+    """Return the constants and options of kernels whose programs hold a head's state.
+
+    matrices, conv_inputs: of one layer, or of all.
+    """
+    num_heads, key_dim, value_dim = matrices.shape[-3:]
+    width, num_channels = conv_inputs.shape[-2:]
+    padded = next_power_of_2(key_dim), next_power_of_2(value_dim)
+    return {
+        "num_heads": num_heads,
+        "group": num_heads * 2 * key_dim // (num_channels - num_heads * value_dim),
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "WIDTH": width,
+        "KEY_DIM": padded[0],
+        "VALUE_DIM": padded[1],
+        # With more threads than a head has dimensions, Triton has each of them load q and k again for its own part.
+        "num_warps": max(1, min(8, padded[0] * padded[1] // 4096)),
+    }
+
+
+def gated_delta_prefill(qkvz, ba, rows, query_lens, context_lens, matrices, conv_inputs, weights):
     num_heads, value_dim = matrices.shape[1], matrices.shape[3]
-    num_channels, width = conv_weight.shape
+    num_channels, width = weights.conv.shape
     assert qkvz.stride(1) == 1, f"the rows of qkvz must be contiguous, strides {qkvz.stride()}"
     assert ba.stride(1) == 1, f"the rows of ba must be contiguous, strides {ba.stride()}"
     sequences, chunks = _tables(query_lens, context_lens, qkvz.device)
     qkv, out = qkvz.new_empty(len(qkvz), num_channels), qkvz.new_empty(len(qkvz), num_heads * value_dim)
     _convolve_kernel[(len(chunks), triton.cdiv(num_channels, CHANNEL_BLOCK))](
-        *(qkvz, conv_inputs, conv_weight, rows, sequences, chunks, qkv),
+        *(qkvz, conv_inputs, weights.conv, rows, sequences, chunks, qkv),
         *(qkvz.stride(0), len(conv_inputs), rows.stride(0), num_channels),
         WIDTH=width,
         CHUNK=CHUNK,
@@ -522,10 +531,10 @@ def gated_delta_prefill(
         WIDTH=width,
         KEPT_CHANNELS=KEPT_CHANNELS,
     )
-    read = _chunked_delta_rule(qkv, ba, a_log, dt_bias, matrices, rows, sequences, chunks)
+    read = _chunked_delta_rule(qkv, ba, weights.a_log, weights.dt_bias, matrices, rows, sequences, chunks)
     num_lines = len(qkvz) * num_heads
     _gated_norm_kernel[(triton.cdiv(num_lines, HEAD_BLOCK),)](
-        *(read, qkvz, norm_weight, out, num_lines, num_channels, qkvz.stride(0), eps),
+        *(read, qkvz, weights.norm, out, num_lines, num_channels, qkvz.stride(0), weights.eps),
         num_heads=num_heads,
         value_dim=value_dim,
         HEAD_BLOCK=HEAD_BLOCK,

@@ -1,4 +1,4 @@
-"""The gated delta rule over decode rows of several tokens, of which it turns out later how many count.
+"""The gated delta rule over decode rows of several tokens; how many of them count is known after the step.
 
 A decode step may compute several tokens of each row: the newest one, and tokens that somebody proposes to follow it.
 Each of them is a line of the step. After the step it is known how many lines of a row count: the first one always does,
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoinfer.ops.delta_rule.spec import L2_EPS, convolve, gated_norm, gates, split_heads
+from nanoinfer.ops.delta_rule.spec import L2_EPS, DeltaRuleWeights, convolve, gated_norm, gates, split_heads
 from nanoinfer.ops.dispatch import op
 
 
@@ -71,11 +71,7 @@ def gated_delta_lines(
     pending: PendingTokens,
     matrices: Tensor,
     conv_inputs: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
+    weights: DeltaRuleWeights,
 ) -> Tensor:
     """Add the pending tokens of each row that count to its state, and compute its lines, which are pending then.
 
@@ -92,8 +88,8 @@ def gated_delta_lines(
     Returns (num_rows * num_lines, value_size), zeros for padding lines.
     """
     if len(rows) == 0:
-        return qkvz.new_empty(0, norm_weight.shape[0] * matrices.shape[1])
-    (num_channels, width), num_lines, places = conv_weight.shape, len(qkvz) // len(rows), rows.long()
+        return qkvz.new_empty(0, len(weights.norm) * matrices.shape[1])
+    (num_channels, width), num_lines, places = weights.conv.shape, len(qkvz) // len(rows), rows.long()
     ring_size = pending.conv_inputs.shape[1]
     first = positions.view(-1, num_lines)[:, 0]
     counts = torch.minimum(pending.num_counted[places], first)  # a padding row's may be any
@@ -112,9 +108,9 @@ def gated_delta_lines(
         pending.conv_inputs[places, position % ring_size] = earlier
         inputs = torch.cat((earlier.unsqueeze(1), inputs), 1)
     windows = [inputs[:, index : index + num_lines].flatten(0, 1) for index in range(width)]
-    convolved = convolve(windows, conv_weight)
+    convolved = convolve(windows, weights.conv)
     q, k, v = (part.unflatten(0, (-1, num_lines)) for part in split_heads(convolved, matrices))
-    g, beta = (part.unflatten(0, (-1, num_lines)) for part in gates(ba, a_log, dt_bias))
+    g, beta = (part.unflatten(0, (-1, num_lines)) for part in gates(ba, weights.a_log, weights.dt_bias))
     keys = _keys_of(convolved, matrices).unflatten(0, (-1, num_lines))
     factors = torch.rsqrt(keys.float().square().sum(-1, keepdim=True) + L2_EPS)  # that make a key k
     outs = []
@@ -128,7 +124,7 @@ def gated_delta_lines(
         pending.conv_inputs[places, (first + line) % ring_size] = lines[:, line]
         pending.keys[places, line], pending.deltas[places, line] = keys[:, line], delta
         pending.decays[places, line] = decay
-    out = gated_norm(torch.stack(outs, 1).flatten(0, 1).to(x.dtype), z, norm_weight, eps)
+    out = gated_norm(torch.stack(outs, 1).flatten(0, 1).to(x.dtype), z, weights.norm, weights.eps)
     is_padding = torch.arange(num_lines, device=x.device) >= num_row_tokens.unsqueeze(1)
     return out.masked_fill(is_padding.view(-1, 1), 0)
 

@@ -12,8 +12,7 @@ Sums over a head run in float32, in an order that depends on the size of the hea
 import triton
 import triton.language as tl
 
-from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.delta_rule.triton import L2_EPS, gated_norm, gates, silu
+from nanoinfer.ops.delta_rule.triton import L2_EPS, gated_norm, gates, silu, step_options
 
 
 @triton.jit
@@ -299,21 +298,7 @@ def _flush_pending_kernel(
             _copy_inputs(source_ptr, target_ptr, q_channel, key_size + q_channel, v_channel, keeps_key, is_value)
 
 
-def gated_delta_lines(
-    qkvz,
-    ba,
-    rows,
-    positions,
-    num_row_tokens,
-    pending,
-    matrices,
-    conv_inputs,
-    conv_weight,
-    a_log,
-    dt_bias,
-    norm_weight,
-    eps,
-):
+def gated_delta_lines(qkvz, ba, rows, positions, num_row_tokens, pending, matrices, conv_inputs, weights):
     num_heads, value_dim = matrices.shape[1], matrices.shape[3]
     assert qkvz.stride(1) == 1, f"the rows of qkvz must be contiguous, strides {qkvz.stride()}"
     assert ba.stride(1) == 1, f"the rows of ba must be contiguous, strides {ba.stride()}"
@@ -322,10 +307,10 @@ def gated_delta_lines(
         return out
     _gated_delta_lines_kernel[(len(rows), num_heads)](
         *(qkvz, ba, rows, positions, num_row_tokens, matrices, conv_inputs, *pending),
-        *(conv_weight, a_log, dt_bias, norm_weight, out, qkvz.stride(0), ba.stride(0), rows.stride(0)),
-        *(len(qkvz) // len(rows), len(matrices), len(pending.num_counted), len(conv_weight)),
-        *(eps, matrices.shape[2] ** -0.5),
-        **_sizes(matrices, conv_inputs, pending),
+        *(*weights[:4], out, qkvz.stride(0), ba.stride(0), rows.stride(0)),
+        *(len(qkvz) // len(rows), len(matrices), len(pending.num_counted), len(weights.conv)),
+        *(weights.eps, matrices.shape[2] ** -0.5),
+        **_options(matrices, conv_inputs, pending),
     )
     return out
 
@@ -337,25 +322,11 @@ def flush_pending(matrices, conv_inputs, rows, pending):
     _flush_pending_kernel[(len(rows), num_heads, num_layers)](
         *(matrices, conv_inputs, rows, *pending),
         *(rows.stride(0), num_places, len(pending.num_counted), conv_inputs.shape[-1]),
-        **_sizes(matrices, conv_inputs, pending),
+        **_options(matrices, conv_inputs, pending),
     )
     pending.num_counted[rows.long()] = 0
 
 
-def _sizes(matrices, conv_inputs, pending):
-    """Return the constants and options of a kernel. The tensors are of a layer, or of all."""
-    num_heads, key_dim, value_dim = matrices.shape[-3:]
-    width, num_channels = conv_inputs.shape[-2:]
-    padded = next_power_of_2(key_dim), next_power_of_2(value_dim)
-    return {
-        "num_heads": num_heads,
-        "group": num_heads * 2 * key_dim // (num_channels - num_heads * value_dim),
-        "key_dim": key_dim,
-        "value_dim": value_dim,
-        "WIDTH": width,
-        "MAX_LINES": pending.decays.shape[-2],
-        "RING": pending.conv_inputs.shape[-2],
-        "KEY_DIM": padded[0],
-        "VALUE_DIM": padded[1],
-        "num_warps": max(1, min(8, padded[0] * padded[1] // 4096)),  # as in a step of one token
-    }
+def _options(matrices, conv_inputs, pending):
+    lines = {"MAX_LINES": pending.decays.shape[-2], "RING": pending.conv_inputs.shape[-2]}
+    return {**step_options(matrices, conv_inputs), **lines}

@@ -29,7 +29,7 @@ class ExpertWeights(NamedTuple):
     scales: Tensor | None = None
     zeros: Tensor | None = None  # of 4 bits, uint8, of the shape of the scales; None: 8
     bias: Tensor | None = None  # (num_experts, num_rows)
-    is_e2m1: bool = False  # whether the 4 bits are values of e2m1; then depth may be that of x, up to a multiple of 128
+    is_e2m1: bool = False  # whether the 4 bits are values of e2m1; then depth is that of x, padded to a multiple of 128
 
     @property
     def num_groups(self) -> int:

@@ -171,7 +171,7 @@ def _down_kernel(
 
 
 class Tiling(NamedTuple):
-    """How the two grouped products are cut."""
+    """Says how the two grouped products are cut."""
 
     gate_up_stages: int
     down_columns: int

@@ -99,7 +99,7 @@ def dequantize_rows(rows: QuantizedRows) -> Tensor:
 
 
 def spread_blocks(scales: Tensor, num_rows: int, depth: int) -> Tensor:
-    """Return the scale of each value, (..., num_rows, depth), of those of blocks of 128."""
+    """Return the scale of each value, (..., num_rows, depth), from the scales of blocks of 128."""
     scales = scales.repeat_interleave(GROUP_SIZE, dim=-2).repeat_interleave(GROUP_SIZE, dim=-1)
     return scales[..., :num_rows, :depth]
 

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.ops.dispatch import op
+from nanoinfer.token_ids import NOT_COUNTED
 
 GROUP_SIZE = 16  # neighbouring ids that compete as one before they compete with each other
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
-NOT_COUNTED = -2  # in place of a token that follows a wrong proposal
 
 
 class LineTables(NamedTuple):
-    """What `sample_at` reads where several tokens of a row are drawn: tables with a row for each line.
+    """Holds what `sample_at` reads where several tokens of a row are drawn: tables with a row for each line.
 
     Line i * num_tokens + j is token j of row i. rows: (num_lines,) int64, the lines themselves; -1 for those that are
     not drawn. temperatures, seeds, positions: (num_lines,) float32, int64 and int32.
@@ -163,7 +163,7 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
 
 
 def _at_least(thresholds: Tensor | None, logits: Tensor) -> Tensor:
-    """Forbid what is below its row's threshold."""
+    """Forbid logits below their row's threshold."""
     if thresholds is None:
         return logits
     logits = logits.float()

@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer import token_ids
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import INF
 from nanoinfer.ops.gumbel_max import spec
 
 GROUP_SIZE = tl.constexpr(spec.GROUP_SIZE)  # ids
-NOT_COUNTED = tl.constexpr(spec.NOT_COUNTED)
+NOT_COUNTED = tl.constexpr(token_ids.NOT_COUNTED)
 TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
 
 

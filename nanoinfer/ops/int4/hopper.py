@@ -394,23 +394,22 @@ def _hopper_int4_many_rows_kernel(
 
 
 def int4_product(x, weight, num_splits):
-    numbers, scales, zeros = weight[:3]
-    (num_rows, num_inputs), num_outputs = x.shape, len(numbers)
+    (num_rows, num_inputs), num_outputs = x.shape, len(weight.numbers)
     out = x.new_empty(num_splits, num_rows, num_outputs)
     if num_rows == 0:
         return out
     if x.stride(0) % 8 or x.data_ptr() % 16:  # what is loaded in bulk begins at multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    num_blocks, num_groups = num_inputs // BLOCK.value, scales.shape[1] if scales.dim() == 2 else 1
+    num_blocks, num_groups = num_inputs // BLOCK.value, weight.num_groups
     groups, group_blocks = max(1, num_groups // num_blocks), max(1, num_blocks // num_groups)
     rows = next((rows for rows in TILE_BLOCKS if num_rows <= rows), None)
     if rows is None:
         num_units = triton.cdiv(num_rows, MANY_ROWS) * triton.cdiv(num_outputs, MANY_COLUMNS) * num_splits
         _hopper_int4_many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
             TensorDescriptor.from_tensor(x, [MANY_ROWS, BLOCK.value], SWIZZLED),
-            TensorDescriptor.from_tensor(numbers, [MANY_COLUMNS // 2, WORDS.value], WORDS_LAYOUT),
-            scales,
-            zeros,
+            TensorDescriptor.from_tensor(weight.numbers, [MANY_COLUMNS // 2, WORDS.value], WORDS_LAYOUT),
+            weight.scales,
+            weight.zeros,
             out,
             num_rows,
             num_outputs,
@@ -433,9 +432,9 @@ def int4_product(x, weight, num_splits):
     blocks, parts = TILE_BLOCKS[rows], groups if rows <= MAX_ROWS_WITH_SCALED_SUMS.value else 1
     _hopper_int4_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, COLUMNS), num_splits)](
         TensorDescriptor.from_tensor(x, [rows, BLOCK.value // parts], X_LAYOUTS[parts]),
-        TensorDescriptor.from_tensor(numbers, [COLUMNS, WORDS.value], WORDS_LAYOUT),
-        scales,
-        zeros,
+        TensorDescriptor.from_tensor(weight.numbers, [COLUMNS, WORDS.value], WORDS_LAYOUT),
+        weight.scales,
+        weight.zeros,
         out,
         num_rows,
         num_outputs,

@@ -29,12 +29,15 @@ MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 # How the kernels cut `int4_product`, so that callers know how far to split its sums.
 ROWS, COLUMNS = 128, 64  # of a tile, at most: rows and outputs
 MANY_ROWS, MANY_COLUMNS = 256, 128  # of one for more rows, on Hopper
+MIN_BLOCKS = 8  # that a program sums up where several share a sum
+SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
+MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which the kernels read a weight in 4 bits; for more it is widened first
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 0 to 7; with 8 added, the same below 0
 
 
 class PackedWeight(NamedTuple):
-    """A weight in 4 bits.
+    """Holds a weight in 4 bits.
 
     scales: float32, (..., num_outputs, num_groups), or (..., num_outputs), one for all inputs of an output; or uint8,
     exponents of 2 with 127 added (e8m0; 255 is NaN). zeros: the same shape, uint8; None: 8. groups: (..., num_inputs)
@@ -47,6 +50,10 @@ class PackedWeight(NamedTuple):
     zeros: Tensor | None = None
     groups: Tensor | None = None
     is_e2m1: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[-1] if self.scales.dim() == self.numbers.dim() else 1
 
 
 def block_size(num_inputs: int) -> int:
@@ -112,14 +119,37 @@ def int4_product(x: Tensor, weight: PackedWeight, num_splits: int) -> Tensor:
     return torch.stack([F.linear(x[:, columns], wide[:, columns]) for columns in parts])
 
 
-def has_hopper_kernel(num_inputs: int, num_groups: int, device: torch.device) -> bool:
+def reads_4_bits(x: Tensor, weight: PackedWeight) -> bool:
+    """Return whether to compute x W^T by `int4_product`. For more rows, widening W costs less than reading it often."""
+    if x.shape[1] % BLOCK or weight.groups is not None or not x.is_cuda or x.dtype == torch.float32:
+        return False
+    return len(x) <= (MAX_HOPPER_ROWS if has_hopper_kernel(weight, x.device) else MAX_ROWS)
+
+
+def has_hopper_kernel(weight: PackedWeight, device: torch.device) -> bool:
     """Return whether Hopper's kernel takes such a weight: groups are quarters or halves of a block, or whole blocks."""
-    group_size = num_inputs // num_groups
+    group_size = weight.numbers.shape[-1] * PACKED // weight.num_groups
     return has_hopper_kernels(device) and (group_size in (32, 64) or group_size % BLOCK == 0)
 
 
+def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool, multiprocessors: int) -> int:
+    """Return in how many parts a product of few rows is summed.
+
+    is_split: whether the kernel after it adds the parts up; if not, there are fewer of them.
+    Up to ROWS rows so that enough small programs read the weight; for more so that the rounds, in which each
+    multiprocessor has a program, are full.
+    """
+    candidates = [splits for splits in (1, 2, 4, 8) if splits == 1 or num_inputs // BLOCK >= splits * MIN_BLOCKS]
+    if num_rows > ROWS:
+        num_units = -(-num_rows // MANY_ROWS) * -(-num_outputs // MANY_COLUMNS)
+        return min(candidates, key=lambda splits: -(-num_units * splits // multiprocessors) / splits)
+    most = (SMALL_PROGRAMS if num_rows <= 64 and is_split else LARGE_PROGRAMS) * multiprocessors
+    num_programs = -(-num_outputs // COLUMNS)
+    return max(splits for splits in candidates if splits == 1 or num_programs * splits <= most)
+
+
 def _of_inputs(x: Tensor, numbers: Tensor, groups: Tensor | None) -> Tensor:
-    """Return each input's scale or zero point, that of its group; size 1 if all inputs of an output have the same."""
+    """Return the scale or zero point of each input's group; size 1 if all inputs of an output have the same."""
     if x.dim() < numbers.dim():
         return x.unsqueeze(-1)
     if groups is not None:
@@ -142,7 +172,7 @@ def quantize(weight: Tensor, group_size: int, block: int | None = None) -> Packe
 
 def _quantize_rows(rows: Tensor, group_size: int, block: int) -> tuple[Tensor, Tensor]:
     groups = rows.unflatten(1, (-1, group_size))  # (num_rows, num_groups, group_size)
-    # The largest value becomes -8, of which there is no counterpart above 0: so a scale may be negative.
+    # The largest value becomes -8. There is no 8, so the scale of a positive largest value is negative.
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     numbers, scales = torch.zeros_like(groups), torch.zeros_like(largest)
     least = torch.full_like(largest, torch.inf)

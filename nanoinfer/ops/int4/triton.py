@@ -340,8 +340,7 @@ def _widen_kernel(
 def int4_product(x, weight, num_splits):
     (num_rows, num_inputs), num_outputs = x.shape, len(weight.numbers)
     assert num_inputs % BLOCK.value == 0, f"{num_inputs} inputs are not whole blocks of {BLOCK.value}"
-    num_groups = weight.scales.shape[1] if weight.scales.dim() == 2 else 1
-    if has_hopper_kernel(num_inputs, num_groups, x.device):
+    if has_hopper_kernel(weight, x.device):
         from nanoinfer.ops.int4 import hopper
 
         return hopper.int4_product(x, weight, num_splits)
@@ -357,7 +356,7 @@ def int4_product(x, weight, num_splits):
         x.stride(0),
         num_outputs=num_outputs,
         num_inputs=num_inputs,
-        num_groups=num_groups,
+        num_groups=weight.num_groups,
         num_blocks=triton.cdiv(num_inputs // BLOCK.value, num_splits),
         ROWS=rows,
         COLUMNS=COLUMNS,

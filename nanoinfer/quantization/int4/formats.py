@@ -32,7 +32,6 @@ from nanoinfer.ops.int4.spec import PACKED, ZERO, unpack
 Format = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 Reader = Callable[[Tensor], Tensor]
 
-WEIGHT, SCALES, ZEROS, GROUPS = "weight", "weight_scale", "weight_zero_point", "weight_g_idx"  # our names
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which of the eight numbers of a word each output is
 GROUP_SIZES = (32, 64, 128)
 # Fields of AutoAWQ, AutoGPTQ, GPTQModel, AutoRound and transformers that say how a checkpoint was made.
@@ -225,24 +224,25 @@ def readers(checkpoint_format: Format) -> Mapping[str, tuple[str, Reader] | None
     """
     if checkpoint_format == "compressed-tensors":
         return {
-            "weight_packed": (WEIGHT, _unpacked),
-            "weight_scale": (SCALES, _scales),
-            "weight_zero_point": (ZEROS, _signed_zeros),
-            "weight_g_idx": (GROUPS, _integers),
+            "weight_packed": ("weight", _unpacked),
+            "weight_scale": ("weight_scale", _scales),
+            "weight_zero_point": ("weight_zero_point", _signed_zeros),
+            "weight_g_idx": ("weight_g_idx", _integers),
             "weight_shape": None,
         }
     if checkpoint_format == "awq":
         return {
-            "qweight": (WEIGHT, lambda x: _awq_outputs(x).T),
-            "qzeros": (ZEROS, lambda x: _awq_outputs(x).T),
-            "scales": (SCALES, lambda x: _scales(x).T),
+            "qweight": ("weight", lambda x: _awq_outputs(x).T),
+            "qzeros": ("weight_zero_point", lambda x: _awq_outputs(x).T),
+            "scales": ("weight_scale", lambda x: _scales(x).T),
         }
-    offset = 0 if checkpoint_format == "gptq_v2" else 0x11111111  # added to words: where a zero is 0, it carries
+    # Adds 1 to each number of a word; a stored 15 carries into the next number.
+    offset = 0 if checkpoint_format == "gptq_v2" else 0x11111111
     return {
-        "qweight": (WEIGHT, lambda x: _unpacked(x.T)),
-        "qzeros": (ZEROS, lambda x: _unpacked(x + offset).T),
-        "scales": (SCALES, lambda x: _scales(x).T),
-        "g_idx": (GROUPS, _integers),
+        "qweight": ("weight", lambda x: _unpacked(x.T)),
+        "qzeros": ("weight_zero_point", lambda x: _unpacked(x + offset).T),
+        "scales": ("weight_scale", lambda x: _scales(x).T),
+        "g_idx": ("weight_g_idx", _integers),
     }
 
 

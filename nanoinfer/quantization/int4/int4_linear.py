@@ -13,48 +13,43 @@ from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.spec import (
-    BLOCK,
-    COLUMNS,
     GROUP_SIZE,
-    MANY_COLUMNS,
-    MANY_ROWS,
     PACKED,
     ROWS,
     ZERO,
     PackedWeight,
     block_size,
     dequantize,
-    has_hopper_kernel,
     int4_product,
+    num_splits,
     pack,
     quantize,
+    reads_4_bits,
     widen,
 )
-from nanoinfer.quantization.int4.formats import GROUPS, SCALES, WEIGHT, ZEROS, Int4Config, readers
+from nanoinfer.quantization.int4.formats import Int4Config, readers
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, hold_scales, stored
 
-STD_OF_NUMBERS = 17.5**0.5  # of -7 to 7, all as likely but 0, which is twice as likely
-MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which a weight is read in 4 bits; for more it is widened first
-MIN_BLOCKS = 8  # that a program sums up where several share a sum
-SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
+STD_OF_NUMBERS = 17.5**0.5  # the standard deviation of -7 to 7, where 0 is twice as likely as each other number
 # By format and tensor: what a quantization_config says where there are zero points other than 8, or an order of inputs.
-OF_GPTQ = {ZEROS: {"sym": False}, GROUPS: {"desc_act": True}}
+OF_GPTQ = {"weight_zero_point": {"sym": False}, "weight_g_idx": {"desc_act": True}}
 CORRECTIONS: dict[str, dict[str, Any]] = {
-    "awq": {ZEROS: {"zero_point": True}},
+    "awq": {"weight_zero_point": {"zero_point": True}},
     "gptq": OF_GPTQ,
     "gptq_v2": OF_GPTQ,
     "compressed-tensors": {
-        ZEROS: {"config_groups": {"group_0": {"weights": {"symmetric": False}}}},
-        GROUPS: {"config_groups": {"group_0": {"weights": {"actorder": "group"}}}},
+        "weight_zero_point": {"config_groups": {"group_0": {"weights": {"symmetric": False}}}},
+        "weight_g_idx": {"config_groups": {"group_0": {"weights": {"actorder": "group"}}}},
     },
 }
+UNORDERED = "inputs in another order than their groups"
 
 
 class Int4LinearMethod(LinearMethod):
     """Holds a weight in 4 bits, and widens it for each product.
 
-    The layer has `weight`, int32; `weight_scale`, float32; and if the checkpoint has them `weight_zero_point`, uint8,
-    and `weight_g_idx`, the group of each input: see `PackedWeight`.
+    The layer has `weight`, int32; `weight_scale`, float32; `weight_zero_point`, uint8, and `weight_g_idx`, the group of
+    each input, both None if the checkpoint has none: see `PackedWeight`.
     """
 
     kind = ProductKind.WIDENED
@@ -85,24 +80,25 @@ class Int4LinearMethod(LinearMethod):
         with layer.weight.device:
             layer.weight = stored(self._empty(experts, packed, num_outputs, num_inputs, torch.int32), packed)
             scales = self._empty(experts, grouped, num_outputs, num_inputs, torch.float32)
-            hold_scales(layer, SCALES, scales, grouped, self.config.checkpoint_format is not None)
+            hold_scales(layer, "weight_scale", scales, grouped, self.config.checkpoint_format is not None)
+            layer.weight_zero_point = layer.weight_g_idx = None
             if self.config.has_zeros:
-                setattr(layer, ZEROS, stored(torch.empty_like(scales, dtype=torch.uint8), grouped))
+                layer.weight_zero_point = stored(torch.empty_like(scales, dtype=torch.uint8), grouped)
             if self.config.orders_inputs:
                 groups = torch.empty((*experts, num_inputs), dtype=torch.int32)  # one order for all that a layer packs
-                setattr(layer, GROUPS, stored(groups, ParamSpec(input_dim=0)))
+                layer.weight_g_idx = stored(groups, ParamSpec(input_dim=0))
 
     def _empty(self, experts: list[int], spec: ParamSpec, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*experts, *spec.shape(outputs, inputs), dtype=dtype)
 
     def packed(self, layer: Any) -> PackedWeight:
         """Return the layer's weight."""
-        return PackedWeight(
-            layer.weight, getattr(layer, SCALES), getattr(layer, ZEROS, None), getattr(layer, GROUPS, None)
-        )
+        return PackedWeight(layer.weight, layer.weight_scale, layer.weight_zero_point, layer.weight_g_idx)
 
     def wide_weight(self, layer: Any) -> Tensor:
-        weight = self.packed(layer)
+        return self._widened(self.packed(layer))
+
+    def _widened(self, weight: PackedWeight) -> Tensor:
         if weight.groups is not None:
             return dequantize(weight).to(self.dtype)
         return widen(*weight[:3], self.dtype)
@@ -110,7 +106,7 @@ class Int4LinearMethod(LinearMethod):
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         if not self.readers:
             return kind, tensor
-        if kind == WEIGHT:
+        if kind == "weight":
             raise ModelError(must_have_fewer(4, tensor))
         if kind == "bias" and not self.has_bias and not bool(tensor.any()):
             return None  # tools for GPTQ write zeros for each layer without bias
@@ -120,22 +116,24 @@ class Int4LinearMethod(LinearMethod):
             return None
         name, reader = found
         ours = reader(tensor.to(self.device))
-        if (name == ZEROS and not self.config.has_zeros) or (name == GROUPS and not self.config.orders_inputs):
+        if name == "weight":
+            return name, self._pack(ours)
+        is_used = {"weight_zero_point": self.config.has_zeros, "weight_g_idx": self.config.orders_inputs}
+        if not is_used.get(name, True):
             self._check_unused(name, ours)
             return None
-        if name == WEIGHT:
-            ours = self._pack(ours)
-        # What has one scale for all inputs of an output comes as a matrix of one column.
-        return name, ours.squeeze(1) if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1 else ours
+        if self.group_size is None and ours.dim() == 2 and ours.shape[1] == 1:
+            ours = ours.squeeze(1)  # checkpoints write one scale for each output as a column
+        return name, ours
 
     def _check_unused(self, name: str, ours: Tensor) -> None:
         """Raise ModelError where zero points, or the groups of inputs, are not what the config says of all layers."""
         expected = torch.full_like(ours, ZERO)
-        if name == GROUPS:
-            expected = torch.arange(self.num_inputs, device=ours.device) // (self.group_size or self.num_inputs)
+        if name == "weight_g_idx":
+            expected = self._groups_in_order(self.num_inputs, ours.device)
         if not torch.equal(ours, expected.to(ours.dtype)):
             assert self.config.checkpoint_format is not None, "only a checkpoint has such tensors"
-            found = f"zero points other than {ZERO}" if name == ZEROS else "inputs in another order than their groups"
+            found = f"zero points other than {ZERO}" if name == "weight_zero_point" else UNORDERED
             remedy = {"quantization_config": CORRECTIONS[self.config.checkpoint_format][name]}
             raise ModelError(
                 f"it has {found}, and by quantization_config no weight has; if it is right, use hf_overrides={remedy}"
@@ -162,17 +160,17 @@ class Int4LinearMethod(LinearMethod):
         return check_shape(full, (*shape[:-1], shape[-1] * PACKED))
 
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
-        if param is getattr(layer, GROUPS, None):
+        if param is layer.weight_g_idx:
             self._take_order(layer, param, full, shard)
             return []
         if param is not layer.weight or self.config.checkpoint_format is not None:
             return [(param, full)]
         rounded = quantize(full.to(param.device), self.group_size or full.shape[-1], self.block)
-        return [(param, rounded.numbers), (getattr(layer, SCALES), rounded.scales)]
+        return [(param, rounded.numbers), (layer.weight_scale, rounded.scales)]
 
     def _take_order(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> None:
         """Take the order of a layer's inputs. Raises ModelError where parts of one product have different ones."""
-        num_groups = getattr(layer, SCALES).shape[-1]
+        num_groups = layer.weight_scale.shape[-1]
         if full.numel() and not 0 <= int(full.min()) <= int(full.max()) < num_groups:
             raise ModelError(f"it names groups {int(full.min())} to {int(full.max())}, and there are {num_groups}")
         expert, _, part = (shard or "").rpartition(".")
@@ -196,26 +194,24 @@ class Int4LinearMethod(LinearMethod):
         words = layer.weight.random_(-(2**31), 2**31 - 1, generator=generator)
         differ_from_0 = words | words >> 1 | words >> 2 | words >> 3  # the lowest bit of each number
         words |= (~differ_from_0 & 0x11111111) << 3  # 0 becomes 8, which means 0
-        getattr(layer, SCALES).fill_(std / STD_OF_NUMBERS)
+        layer.weight_scale.fill_(std / STD_OF_NUMBERS)
         if self.config.has_zeros:
-            getattr(layer, ZEROS).fill_(8)
+            layer.weight_zero_point.fill_(ZERO)
         if self.config.orders_inputs:
-            num_inputs = layer.weight.shape[-1] * PACKED
-            order = torch.arange(num_inputs, device=layer.weight.device) // (self.group_size or num_inputs)
-            getattr(layer, GROUPS).copy_(order.expand_as(getattr(layer, GROUPS)))
+            layer.weight_g_idx.copy_(self._groups_in_order(layer.weight_g_idx.shape[-1], layer.weight.device))
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        x = cast(Tensor, x)
-        if not self._is_read_in_4_bits(layer, x):
-            return F.linear(x, self.wide_weight(layer), bias)
-        sums = self._product(layer, x, is_split=False)
+        x, weight = cast(Tensor, x), self.packed(layer)
+        if not reads_4_bits(x, weight):
+            return F.linear(x, self._widened(weight), bias)
+        sums = self._product(x, weight, is_split=False)
         out = sums[0] if len(sums) == 1 else sums.sum(0)
         return out if bias is None else out + bias
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        x = cast(Tensor, x)
-        if bias is None and self._is_read_in_4_bits(layer, x):
-            return self._product(layer, x, is_split=True)
+        x, weight = cast(Tensor, x), self.packed(layer)
+        if bias is None and reads_4_bits(x, weight):
+            return self._product(x, weight, is_split=True)
         return self.apply(layer, x, bias).unsqueeze(0)
 
     def expert_weights(self, layer: Any) -> ExpertWeights:
@@ -224,33 +220,14 @@ class Int4LinearMethod(LinearMethod):
             return super().expert_weights(layer)
         return ExpertWeights(*packed[:3], bias=layer.bias)
 
-    def _product(self, layer: Any, x: Tensor, is_split: bool) -> Tensor:
+    def _product(self, x: Tensor, weight: PackedWeight, is_split: bool) -> Tensor:
         """Return partial sums. is_split: whether the next kernel adds them up; if not, there are fewer of them."""
-        weight, splits = self.packed(layer), 1
-        num_outputs, num_words = weight.numbers.shape
+        splits, (num_outputs, num_words) = 1, weight.numbers.shape
         # In float16 a partial sum could overflow where the whole does not.
         if x.dtype == torch.bfloat16 and (is_split or len(x) <= ROWS):
             splits = num_splits(len(x), num_words * PACKED, num_outputs, is_split, num_multiprocessors(x.device))
         return int4_product(x, weight, splits)
 
-    def _is_read_in_4_bits(self, layer: Any, x: Tensor) -> bool:
-        """Whether the weight is read in 4 bits: for more rows, widening it costs less than reading it for each tile."""
-        if self.block != BLOCK or self.config.orders_inputs or not x.is_cuda or x.dtype == torch.float32:
-            return False
-        num_groups = 1 if self.group_size is None else x.shape[1] // self.group_size
-        return len(x) <= (MAX_HOPPER_ROWS if has_hopper_kernel(x.shape[1], num_groups, x.device) else MAX_ROWS)
-
-
-def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool, multiprocessors: int) -> int:
-    """Return in how many parts a product of few rows is summed. is_split: see `_product`.
-
-    Up to ROWS rows so that enough small programs read the weight; for more so that the rounds, in which each
-    multiprocessor has a program, are full.
-    """
-    candidates = [splits for splits in (1, 2, 4, 8) if splits == 1 or num_inputs // BLOCK >= splits * MIN_BLOCKS]
-    if num_rows > ROWS:
-        num_units = -(-num_rows // MANY_ROWS) * -(-num_outputs // MANY_COLUMNS)
-        return min(candidates, key=lambda splits: -(-num_units * splits // multiprocessors) / splits)
-    most = (SMALL_PROGRAMS if num_rows <= 64 and is_split else LARGE_PROGRAMS) * multiprocessors
-    num_programs = -(-num_outputs // COLUMNS)
-    return max(splits for splits in candidates if splits == 1 or num_programs * splits <= most)
+    def _groups_in_order(self, num_inputs: int, device: torch.device) -> Tensor:
+        """Return the group of each input where neighbours share one, (num_inputs,)."""
+        return torch.arange(num_inputs, device=device) // (self.group_size or num_inputs)

@@ -12,12 +12,12 @@ from nanoinfer.checkpoint.quantization_config import QuantizationConfig, refuse_
 from nanoinfer.errors import ModelError
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pack
-from nanoinfer.quantization.int4.formats import SCALES, WEIGHT, mxfp4_numbers
+from nanoinfer.quantization.int4.formats import mxfp4_numbers
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
 
 MXFP4_GROUP = 32  # inputs that share a scale
 MAX_EXPONENT = 128  # of a scale, with 127 added; larger ones do not fit into the kernel's bfloat16
-STD_OF_VALUES = 2.93  # of the sixteen values of e2m1, all as likely
+STD_OF_VALUES = 2.93  # the standard deviation of the sixteen values of e2m1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Mxfp4Method(LinearMethod):
         words = torch.zeros(*experts, num_outputs, num_blocks * BLOCK // PACKED, dtype=torch.int32, device=self.device)
         layer.weight = stored(words, ParamSpec(0, 1))
         scales = words.new_zeros((*experts, num_outputs, num_blocks * BLOCK // MXFP4_GROUP), dtype=torch.uint8)
-        setattr(layer, SCALES, stored(scales, ParamSpec(0, 1, inputs_per_entry=MXFP4_GROUP)))
+        layer.weight_scale = stored(scales, ParamSpec(0, 1, inputs_per_entry=MXFP4_GROUP))
 
     def read(self, kind: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Do what `LinearMethod.read` does. Outputs become the last dimension, as in checkpoints in 16 bits."""
@@ -82,7 +82,7 @@ class Mxfp4Method(LinearMethod):
                 f"it has the scale 2**{int(tensor.max()) - 127}; at most 2**{MAX_EXPONENT - 127} is supported"
             )
         tensor = tensor.to(self.device)
-        return (WEIGHT, mxfp4_numbers(tensor).mT) if is_blocks else (SCALES, tensor.mT)
+        return ("weight", mxfp4_numbers(tensor).mT) if is_blocks else ("weight_scale", tensor.mT)
 
     def pack_share(self, param: Tensor, share: Tensor) -> Tensor:
         if share.dim() == 1:  # a bias
@@ -93,7 +93,7 @@ class Mxfp4Method(LinearMethod):
 
     def packed(self, layer: Any) -> PackedWeight:
         """Return the layer's weight, with what its rows are filled up with."""
-        return PackedWeight(layer.weight, getattr(layer, SCALES), is_e2m1=True)
+        return PackedWeight(layer.weight, layer.weight_scale, is_e2m1=True)
 
     def wide_weight(self, layer: Any) -> Tensor:
         return dequantize(self.packed(layer))[..., : self.num_inputs].to(self.dtype)
@@ -102,7 +102,7 @@ class Mxfp4Method(LinearMethod):
         """Draw all values alike, with the power of two next to what gives the weight this standard deviation."""
         layer.weight.random_(-(2**31), 2**31 - 1, generator=generator)
         exponent = torch.tensor(std / STD_OF_VALUES).log2().round().int() + 127
-        getattr(layer, SCALES).fill_(int(exponent))
+        layer.weight_scale.fill_(int(exponent))
 
     def expert_weights(self, layer: Any) -> ExpertWeights:
-        return ExpertWeights(layer.weight, getattr(layer, SCALES), bias=layer.bias, is_e2m1=True)
+        return ExpertWeights(layer.weight, layer.weight_scale, bias=layer.bias, is_e2m1=True)

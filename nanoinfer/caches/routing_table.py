@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.device import record_event, to_device
 from nanoinfer.ops.block_tables.spec import copy_tokens
@@ -19,18 +20,16 @@ from nanoinfer.ops.block_tables.spec import copy_tokens
 class RoutingTable:
     """Remembers the experts of every token in the cache.
 
-    moe: of the model. num_blocks, block_size: of the cache. id_stride: of the first block table, see `PageLayout`.
+    moe: of the model. kv_cache: by whose first block table tokens have their slots.
     """
 
-    def __init__(
-        self, moe: MoEConfig, num_blocks: int, block_size: int, device: torch.device, id_stride: int = 1
-    ) -> None:
+    def __init__(self, moe: MoEConfig, kv_cache: KVCache) -> None:
         self._layers = [index for index, has_experts in enumerate(moe.has_experts) if has_experts]
         self._num_layers = len(moe.has_experts)
-        self._block_size, self._id_stride = block_size, id_stride
-        # A block more than the cache has: what skips the write to the cache, at slot -1, is written there.
-        shape = len(self._layers), num_blocks + 1, 1, block_size, moe.num_experts_per_tok
-        self._ids = torch.zeros(shape, dtype=_id_dtype(moe), device=device)
+        self._block_size, self._id_stride = kv_cache.block_size, kv_cache.id_strides[0]
+        # One block more than the cache has: tokens that the cache does not store, at slot -1, are written there.
+        shape = len(self._layers), kv_cache.num_blocks + 1, 1, kv_cache.block_size, moe.num_experts_per_tok
+        self._ids = torch.zeros(shape, dtype=_id_dtype(moe), device=kv_cache.device)
         self._by_slot = self._ids.view(len(self._layers), -1, moe.num_experts_per_tok)
 
     @staticmethod
@@ -59,7 +58,7 @@ class RoutingTable:
 
 
 class RoutingOnHost:
-    """The routing of a sequence on its way to the host."""
+    """Holds the routing of a sequence on its way to the host."""
 
     def __init__(self, ids: Tensor, event: torch.cuda.Event | None, layers: list[int], num_layers: int) -> None:
         self._ids, self._event, self._layers, self._num_layers = ids, event, layers, num_layers
