@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from nanoinfer.errors import ConfigError
 
 CAPTURE_LOCK = threading.Lock()
-MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
 MIN_BFLOAT16_WEIGHTS = 2**24  # steps of smaller models wait for operators, of which bfloat16 needs more
 
 
@@ -152,12 +151,6 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def num_step_threads(model: Any, device: torch.device) -> int | None:
-    """Return how many CPU threads the steps of a model have; None leaves the number as it is."""
-    is_small = device.type == "cpu" and sum(param.numel() for param in model.parameters()) < MIN_THREADED_PARAMETERS
-    return 1 if is_small else None
 
 
 @contextmanager

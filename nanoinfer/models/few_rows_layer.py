@@ -3,8 +3,6 @@
 Such a step is bound by reading weights. A kernel takes a few microseconds to reach full bandwidth, so these steps use
 seven kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.
 With more rows the common kernels are faster, since they multiply by tensor cores.
-A CPU computes steps of any number of rows so: this way makes the fewest calls, and a call takes as long as a small
-operator.
 
 Since these kernels fuse across the borders of a layer's parts, this is a second implementation of `DecoderLayer`, on
 purpose. It serves the layers that have `Way.FEW_ROWS` among their `ways`.
@@ -12,7 +10,6 @@ purpose. It serves the layers that have `Way.FEW_ROWS` among their `ways`.
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,10 +19,8 @@ from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import ShardedLinear
 from nanoinfer.models.decoder import DecoderLayer, DecoderMLP
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.few_rows.spec import few_rows_product
-from nanoinfer.ops.norms.spec import rms_norm
 
 MAX_FEW_ROWS = 4  # 0 turns these kernels off
 MAX_FEW_WIDE_ROWS = 2  # of more than WIDE values: with more rows, multiplying takes longer than reading the weights
@@ -33,13 +28,11 @@ WIDE = 2048
 
 
 def few_rows_kernels_serve(num_rows: int, embeddings: Tensor) -> bool:
-    """Return whether a step of so many rows of these embeddings may go this way: from Hopper on, in bfloat16.
+    """Return whether a step of so many rows of these embeddings may run them: from Hopper on, in bfloat16.
 
     embeddings: (vocab_size, hidden_size). In float16 a row times the norm's weight may overflow, as it is not divided
-    by its root mean square yet. On a CPU there are no such kernels, and all steps may.
+    by its root mean square yet.
     """
-    if embeddings.is_cpu:
-        return True
     most = MAX_FEW_ROWS if embeddings.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_WIDE_ROWS)
     if not 0 < num_rows <= most or embeddings.dtype != torch.bfloat16 or import_error("triton"):
         return False
@@ -71,16 +64,11 @@ def few_rows_products(layer: DecoderLayer, num_rows: int) -> list[Callable[[], T
 
 
 def _product_of_norm(proj: ShardedLinear, norm: RMSNorm, residual: Tensor, gated: bool = False) -> Tensor:
-    if not residual.is_cpu:
-        return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps), gated=gated)
-    sums = proj.quant_method.apply(proj, rms_norm(residual, norm.weight, norm.eps), proj.bias)
-    return cast(Tensor, silu_and_mul(sums)) if gated else sums
+    return few_rows_product(residual, proj.weight, proj.bias, (norm.weight, norm.eps), gated=gated)
 
 
 def _add_product(proj: ShardedLinear, inputs: Tensor, residual: Tensor) -> Tensor:
-    if not inputs.is_cpu:
-        return few_rows_product(inputs, proj.weight, proj.bias, residual=residual)
-    return proj.quant_method.apply(proj, inputs, proj.bias).add_(residual)
+    return few_rows_product(inputs, proj.weight, proj.bias, residual=residual)
 
 
 def _mlp(layer: DecoderLayer) -> DecoderMLP:

@@ -63,7 +63,9 @@ class CpuBackend(TorchBackend):
         return out.transpose(1, 2).flatten(0, 1)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
-        return planned_decode_attention(q, cache, self._plan(metadata).reads, self.spec.scale, sinks, self.spec.soft_cap)
+        return planned_decode_attention(
+            q, cache, self._plan(metadata).reads, self.spec.scale, sinks, self.spec.soft_cap
+        )
 
     def _plan(self, metadata: Metadata) -> CpuPlan:
         plan: CpuPlan = metadata.plans[self]
