@@ -77,8 +77,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA. On a CPU it is float32, or '
-        "bfloat16 where a large model has that and the CPU multiplies it (AMX, AVX512-BF16).",
+        'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA. On a CPU it is '
+        "float32, or bfloat16 where a large model has that and the CPU multiplies it (AMX, AVX512-BF16).",
         Dtype,
     )
     device: str = neutral_option("auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.')
