@@ -16,9 +16,9 @@ from tests.models.test_architectures import checkpoint, draw_prompts  # noqa: F4
     [
         ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, {}, True),
         ("Qwen3ForCausalLM", {}, {"dtype": "bfloat16"}, True),
-        ("GemmaForCausalLM", {}, {}, True),
+        ("Qwen2ForCausalLM", {}, {"dtype": "float16"}, True),
         ("MistralForCausalLM", {"sliding_window": 7}, {"kv_cache_dtype": "int8"}, True),
-        ("LlamaForCausalLM", {}, {"quantization": "fp8"}, False),
+        ("LlamaForCausalLM", {}, {"quantization": "fp8"}, True),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, {}, True),  # the other layers have experts
         ("Gemma2ForCausalLM", {}, {}, False),  # with norms after attention and MLP
     ],

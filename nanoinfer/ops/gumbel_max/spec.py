@@ -179,7 +179,7 @@ def _noisy_best(
         scores = F.pad(scores, (0, num_missing), value=-torch.inf)
     scores = scores.unflatten(1, (-1, GROUP_SIZE))
     peaks = scores.amax(dim=(1, 2), keepdim=True)  # NaN if one of them is
-    seeds, positions, temperatures = (column.unsqueeze(1) for column in (seeds, positions.long(), temperatures))
+    seeds, positions, temperatures = seeds.unsqueeze(1), positions.long().unsqueeze(1), temperatures.unsqueeze(1)
     zero = torch.zeros_like(positions)
     # Groups race: exp(noisy score / temperature) is weights over an exponential. One Philox call serves four groups.
     # In place where it can be: to a CPU, new memory costs more than the arithmetic.
