@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.ops.decode_attention import cpu as decode_cpu
-from nanoinfer.ops.decode_attention.cpu import plan_decode
+from nanoinfer.ops.decode_attention.cpu import plan_decode, planned_decode_attention
+from nanoinfer.ops.decode_attention.spec import decode_attention
 from nanoinfer.ops.gumbel_max.spec import best_candidates, sample_and_append, sample_at
 from nanoinfer.ops.kv_cache import cpu
 from nanoinfer.ops.kv_cache.cpu import plan_store
@@ -115,20 +116,39 @@ def test_draws_are_as_specified(dtype: torch.dtype, vocab_size: int, temperature
         assert torch.equal(actual, expected)
 
 
-def test_contexts_in_a_block_are_read_where_they_lie() -> None:
+def test_contexts_in_a_block_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of equal lengths in blocks at equal distances in one call, others by a call each if it pays."""
     cache = empty_cache(torch.float32, num_blocks=12)
-    tables = torch.tensor([[0, 9], [2, 9], [4, 9], [5, 9], [1, 9]]).int()
+    tables = torch.tensor([[4, 9], [2, 9], [0, 9], [5, 9], [1, 9]]).int()
 
-    def plan(*lens: int, window: int | None = None) -> list[tuple[int, int, str]]:
-        parts = plan_decode(cache, tables[: len(lens)], torch.tensor(lens).int(), window)
-        return [(part.rows.start, part.rows.stop, type(part).__name__) for part in parts]
+    def plan(*lens: int, window: int | None = None) -> tuple[list[int] | None, list[tuple[int, int, str]]]:
+        order, _, parts = plan_decode(cache, tables[: len(lens)], torch.tensor(lens).int(), window)
+        found = [(part.rows.start, part.rows.stop, type(part).__name__) for part in parts]
+        return None if order is None else order.tolist(), found
 
-    assert plan(7, 7, 7) == [(0, 3, "ViewedRows")]
-    assert plan(17, 7, 7) == [(0, 1, "GatheredRows"), (1, 3, "ViewedRows")]
-    assert plan(17, 7, window=1) == [(0, 2, "GatheredRows")]  # the window of the first is in its second block
-    assert plan(7, 6) == [(0, 2, "GatheredRows")]  # so few vectors are gathered sooner
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_cpu, "VECTORS_PER_CALL", 1)
-        assert plan(7, 6) == [(0, 1, "ViewedRows"), (1, 2, "ViewedRows")]
-        assert plan(7, 7, 7, 7, 7) == [(0, 3, "ViewedRows"), (3, 4, "ViewedRows"), (4, 5, "ViewedRows")]
+    assert plan(7, 7, 7) == ([2, 1, 0], [(0, 3, "ViewedRows")])  # by blocks: 0, 2, 4
+    assert plan(17, 7, 7) == ([2, 1, 0], [(0, 2, "ViewedRows"), (2, 3, "GatheredRows")])
+    assert plan(7, 17, window=1) == (None, [(0, 2, "GatheredRows")])  # the second block of the second row
+    assert plan(6, 7) == (None, [(0, 2, "GatheredRows")])  # so few vectors are gathered sooner
+    assert plan() == (None, [])
+    monkeypatch.setattr(decode_cpu, "VECTORS_PER_CALL", 1)
+    assert plan(6, 7) == (None, [(0, 1, "ViewedRows"), (1, 2, "ViewedRows")])
+    viewed = [(0, 3, "ViewedRows"), (3, 5, "ViewedRows")]  # blocks 0 to 2, 4 and 5
+    assert plan(7, 7, 7, 7, 7) == ([2, 4, 1, 0, 3], viewed)
+
+
+@pytest.mark.parametrize("lens", [(7, 3, 7, 20, 7), (31, 5, 5, 17, 1)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_rows_of_all_lengths_are_attended_to_as_specified(
+    lens: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another order, partly where they lie and partly gathered."""
+    monkeypatch.setattr(decode_cpu, "VECTORS_PER_CALL", 1)
+    shape = 12, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM
+    cache = LayerCache(randn(*shape), randn(*shape, seed=1))
+    tables, context_lens = torch.tensor([[6, 7], [4, 9], [2, 10], [5, 8], [1, 11]]).int(), torch.tensor(lens).int()
+    q = randn(5, NUM_HEADS, HEAD_DIM, seed=2)
+    plan = plan_decode(cache, tables, context_lens, window)
+    assert plan.order is not None
+    expected = decode_attention(q, cache, tables, context_lens, 0.3, window)
+    torch.testing.assert_close(planned_decode_attention(q, cache, plan, 0.3), expected)

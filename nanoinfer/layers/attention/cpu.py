@@ -9,7 +9,7 @@ from torch import Tensor
 from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, Metadata, MetadataT, PrefillMetadata
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.ops.decode_attention.cpu import DecodePlan, plan_decode, planned_decode_attention
+from nanoinfer.ops.decode_attention.cpu import NOTHING_READ, DecodePlan, plan_decode, planned_decode_attention
 from nanoinfer.ops.kv_cache.cpu import StorePlan, plan_store, planned_norm_rope_store, planned_store
 from nanoinfer.ops.kv_cache.spec import LayerCache
 
@@ -18,14 +18,14 @@ class CpuPlan(NamedTuple):
     """What the layers of this backend share in a step."""
 
     writes: StorePlan
-    reads: DecodePlan  # of a decode step; of prefill nothing
+    reads: DecodePlan  # of a decode step; nothing of prefill
 
 
 class CpuBackend(TorchBackend):
     """Computes what TorchBackend does, in fewer operators."""
 
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
-        reads: DecodePlan = []
+        reads = NOTHING_READ
         if isinstance(metadata, DecodeMetadata):
             step = metadata.with_a_row_for_each_token()
             reads = plan_decode(cache, step.block_tables, step.context_lens, self.spec.window)

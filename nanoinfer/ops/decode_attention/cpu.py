@@ -4,7 +4,6 @@ A context within one block is read where it lies. Longer ones are gathered first
 single call then reads.
 """
 
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -39,7 +38,15 @@ class GatheredRows(NamedTuple):
     visible: Tensor | None  # (rows, 1, 1, max_context) bool; None if all is
 
 
-DecodePlan = list[ViewedRows | GatheredRows]
+class DecodePlan(NamedTuple):
+    """Says what the rows of a step read. Rows of equal lengths are put together, in the order of their blocks."""
+
+    order: Tensor | None  # (num_rows,) int64, the rows in the order of `parts`; None if they are in it
+    places: Tensor | None  # (num_rows,) int64, where each row is in that order
+    parts: list[ViewedRows | GatheredRows]
+
+
+NOTHING_READ = DecodePlan(None, None, [])
 
 
 def plan_decode(cache: LayerCache, block_tables: Tensor, context_lens: Tensor, window: int | None) -> DecodePlan:
@@ -51,16 +58,26 @@ def plan_decode(cache: LayerCache, block_tables: Tensor, context_lens: Tensor, w
     ends = context_lens.long().clamp(min=1)
     firsts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     blocks = block_tables.gather(1, (firsts // block_size).unsqueeze(1)).squeeze(1).clamp(min=0)
-    rows = [*zip(blocks.tolist(), firsts.tolist(), ends.tolist(), strict=True)]
-    plan: DecodePlan = []
-    # A cache in 8 bits has to be widened in any case.
-    fits = [not cache.in_8_bits and first // block_size == (end - 1) // block_size for _, first, end in rows]
-    for is_in_a_block, group in groupby(range(len(rows)), key=fits.__getitem__):
-        places = [*group]
-        some = slice(places[0], places[-1] + 1)
-        views = _view(cache, rows[some], some.start) if is_in_a_block else None
-        plan += _gather(cache, block_tables[some], firsts[some], ends[some], some.start) if views is None else views
-    return plan
+    rows = []  # (whether it has to be gathered, tokens, block, first token, row)
+    for row, (block, first, end) in enumerate(zip(blocks.tolist(), firsts.tolist(), ends.tolist(), strict=True)):
+        # A cache in 8 bits has to be widened in any case.
+        is_gathered = cache.in_8_bits or first // block_size != (end - 1) // block_size
+        rows.append((is_gathered, end - first, 0 if is_gathered else block, first % block_size, row))
+    rows.sort()
+    order = places = None
+    if (in_order := [row[-1] for row in rows]) != [*range(len(rows))]:
+        order = torch.tensor(in_order, device=ends.device)
+        places = order.argsort()
+        block_tables, firsts, ends = block_tables[order], firsts[order], ends[order]
+    parts: list[ViewedRows | GatheredRows] = []
+    num_viewed = sum(not is_gathered for is_gathered, *_ in rows)
+    if num_viewed:
+        some, views = slice(num_viewed), _view(cache, [row[1:4] for row in rows[:num_viewed]])
+        parts += views or _gather(cache, block_tables[some], firsts[some], ends[some], 0)
+    if num_viewed < len(rows):
+        rest = slice(num_viewed, None)
+        parts += _gather(cache, block_tables[rest], firsts[rest], ends[rest], num_viewed)
+    return DecodePlan(order, places, parts)
 
 
 def planned_decode_attention(
@@ -72,34 +89,37 @@ def planned_decode_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     """Do what `decode_attention` does, by a plan."""
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = cache.k.shape[1]
+    shape, (num_rows, num_heads, head_dim), num_kv_heads = q.shape, q.shape, cache.k.shape[1]
+    if plan.order is not None:
+        q = q.index_select(0, plan.order)
     # The queries that share a KV head side by side.
-    grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    q = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     sinks = None if sinks is None else sinks.view(num_kv_heads, -1)
-    if len(plan) == 1:
-        return _attend(grouped, cache, plan[0], scale, sinks, soft_cap).reshape(q.shape)
-    outs = [_attend(grouped[part.rows], cache, part, scale, sinks, soft_cap) for part in plan]
-    return torch.cat(outs).view(q.shape) if outs else torch.empty_like(q)
+    if len(plan.parts) == 1:
+        out = _attend(q, cache, plan.parts[0], scale, sinks, soft_cap)
+    elif plan.parts:
+        out = torch.cat([_attend(q[part.rows], cache, part, scale, sinks, soft_cap) for part in plan.parts])
+    else:
+        return torch.empty_like(q).view(shape)
+    return (out if plan.places is None else out.index_select(0, plan.places)).reshape(shape)
 
 
-def _view(cache: LayerCache, rows: list[tuple[int, int, int]], start: int) -> list[ViewedRows] | None:
+def _view(cache: LayerCache, rows: list[tuple[int, int, int]]) -> list[ViewedRows] | None:
     """Return views of all that rows read; None if it takes less time to gather that.
 
-    rows: the block, and the first token and the end of the context, of each row from `start` on.
+    rows: how many tokens each of the first rows reads, in which block, and from which token of it on.
     """
     _, num_kv_heads, block_size, head_dim = cache.k.shape
     groups: list[tuple[list[int], int, int]] = []  # the blocks of some rows, and which tokens of them are read
-    for block, first, end in rows:
-        tokens = first % block_size, end - first
-        if groups and groups[-1][1:] == tokens and _continues(groups[-1][0], block):
+    for length, block, first in rows:
+        if groups and groups[-1][1:] == (first, length) and _continues(groups[-1][0], block):
             groups[-1][0].append(block)
         else:
-            groups.append(([block], *tokens))
-    num_vectors = len(rows) * num_kv_heads * max(end - first for _, first, end in rows)
+            groups.append(([block], first, length))
+    num_vectors = len(rows) * num_kv_heads * max(length for length, _, _ in rows)
     if len(groups) > max(1, num_vectors // (VECTORS_PER_CALL * torch.get_num_threads())):
         return None
-    views, block_numbers = [], num_kv_heads * block_size * head_dim
+    views, start, block_numbers = [], 0, num_kv_heads * block_size * head_dim
     for blocks, first, length in groups:
         distance = blocks[1] - blocks[0] if len(blocks) > 1 else 1
         size = len(blocks), num_kv_heads, length, head_dim
