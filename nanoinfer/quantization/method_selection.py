@@ -33,6 +33,7 @@ from nanoinfer.quantization.fp8_linear import (
     read_fp8,
     read_modelopt,
 )
+from nanoinfer.quantization.int4.cpu_int4 import CpuInt4LinearMethod
 from nanoinfer.quantization.int4.formats import (
     Int4Config,
     read_auto_round,
@@ -52,10 +53,15 @@ def _fp8_method(config: Fp8Config, layer: Any) -> LinearMethod:
     return Fp8LinearMethod(config, layer) if multiplies else Fp8WeightOnlyMethod(config, layer)
 
 
+def _int4_method(config: Int4Config, layer: Any) -> LinearMethod:
+    is_for_cpu = layer.weight.device.type == "cpu" and layer.weight.dim() == 2 and not config.orders_inputs
+    return CpuInt4LinearMethod(config, layer) if is_for_cpu else Int4LinearMethod(config, layer)
+
+
 # What makes the method of a layer, by the class of the config.
 METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] = {
     Fp8Config: _fp8_method,
-    Int4Config: Int4LinearMethod,
+    Int4Config: _int4_method,
     Mxfp4Config: lambda _, layer: Mxfp4Method(layer),
 }
 
