@@ -5,6 +5,7 @@ Packed once, the same product of few rows takes half the time. Weights in 4 bits
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -91,7 +92,7 @@ def pack_products(model: nn.Module, head: nn.Module) -> None:
 
     The embedding may be the same weight, and rows of it may be wanted alone.
     """
-    for layer in model.modules():
+    for layer in cast(Iterable[Any], model.modules()):
         if type(getattr(layer, "quant_method", None)) is LinearMethod and _pays(layer.weight):
             layer.quant_method = PackedLinearMethod(layer)
     if _pays(head.weight):

@@ -43,6 +43,7 @@ from nanoinfer.quantization.int4.formats import (
 )
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 from nanoinfer.quantization.int4.mxfp4 import Mxfp4Config, Mxfp4Method, read_mxfp4_config
+from nanoinfer.quantization.int8_linear import Int8Config, Int8LinearMethod
 from nanoinfer.quantization.linear_method import LinearMethod
 
 logger = logging.getLogger("nanoinfer")
@@ -62,8 +63,13 @@ def _int4_method(config: Int4Config, layer: Any) -> LinearMethod:
 METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] = {
     Fp8Config: _fp8_method,
     Int4Config: _int4_method,
+    Int8Config: lambda _, layer: Int8LinearMethod(layer),
     Mxfp4Config: lambda _, layer: Mxfp4Method(layer),
 }
+
+
+# What the option quantization rounds to.
+ROUNDED: Mapping[str, type[QuantizationConfig]] = {"fp8": Fp8Config, "int8": Int8Config, "int4": Int4Config}
 
 
 def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
@@ -136,7 +142,8 @@ def read_quantization(
             )
         config = replace(READERS[method](fields), in_checkpoint=True)
     else:
-        config = Int4Config() if requested == "int4" else Fp8Config()
+        assert requested is not None, "without a quantization_config the user asks for one"
+        config = ROUNDED[requested]()
     return replace(
         config,
         packed={module: tuple(shards.values()) for module, shards in by_module.items()},

@@ -1,5 +1,6 @@
 """Products on a CPU by packed weights: they are those of the plain weights, which come back whenever they change."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer import LLM
+from nanoinfer import LLM, ConfigError, ModelError
 from nanoinfer.checkpoint import weights
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.ops.int4.spec import PackedWeight as SpecifiedInt4
@@ -19,8 +20,9 @@ from nanoinfer.quantization.cpu_products import PackedWeight
 from nanoinfer.quantization.int4 import cpu_int4
 from nanoinfer.quantization.int4.cpu_int4 import CpuInt4LinearMethod, PackedInt4
 from nanoinfer.quantization.int4.formats import Int4Config
+from nanoinfer.quantization.int8_linear import MAX_KERNEL_ROWS, Int8LinearMethod
 from nanoinfer.quantization.linear_method import LinearMethod
-from tests.control.test_weight_control import EMBEDDING, HEAD, generate, pair
+from tests.control.test_weight_control import EMBEDDING, HEAD, Q_PROJ, generate, pair
 
 __all__ = ["pair"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -158,3 +160,67 @@ def test_products_in_4_bits_are_those_of_the_wide_weight(
         assert actual.shape == expected.shape
         if num_rows:
             assert_near(actual, expected)
+
+
+# --- 8 bits ---
+
+
+def int8_layer(dtype: torch.dtype, weight: Tensor) -> Any:
+    layer: Any = SimpleNamespace(weight=torch.empty(weight.shape, dtype=dtype), full_shape=tuple(weight.shape))
+    layer.register_buffer = partial(setattr, layer)
+    layer.quant_method = Int8LinearMethod(layer)
+    for place, values in layer.quant_method.prepare(layer, layer.weight, weight, None):
+        place.copy_(values)
+    return layer
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, MAX_KERNEL_ROWS, MAX_KERNEL_ROWS + 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_in_8_bits_are_those_of_the_wide_weight(dtype: torch.dtype, num_rows: int) -> None:
+    weight, x, bias = randn(40, 130), randn(num_rows, 260, dtype=dtype)[:, ::2], randn(40, dtype=dtype)
+    layer = int8_layer(dtype, weight)
+    assert (layer.quant_method.wide_weight(layer) - weight).abs().max() < 0.02
+    wide = layer.weight.float() * layer.weight_scale.unsqueeze(1)
+    for given in (bias, None):
+        expected = F.linear(x.float(), wide, None if given is None else given.float()).to(dtype)
+        actual = layer.quant_method.apply(layer, x, given)
+        assert actual.shape == expected.shape
+        if num_rows:
+            assert_near(actual, expected)
+
+
+def test_in_8_bits_zeros_stay_zeros_and_nan_and_infinity_spoil_their_own_output() -> None:
+    weight = torch.tensor([[0.0, 0.0], [1.0, torch.nan], [torch.inf, 1.0], [-127.0, 1.0]])
+    layer = int8_layer(torch.float32, weight)
+    wide = layer.quant_method.wide_weight(layer)
+    assert wide[[0, 3]].tolist() == [[0.0, 0.0], [-127.0, 1.0]]
+    assert wide[1:3].isnan().all()
+
+
+def test_8_bits_on_a_gpu_are_refused_by_name() -> None:
+    layer = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))
+    with pytest.raises(
+        ConfigError, match=r"quantization='int8' is for CPUs, .*; use 'fp8' \(or 'int4'\) there, or dev"
+    ):
+        Int8LinearMethod(layer)
+
+
+def test_an_engine_in_8_bits_takes_new_weights(pair: tuple[Path, Path]) -> None:
+    options: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "quantization": "int8"}
+    with LLM(pair[1], **options) as llm:
+        expected = generate(llm)
+    with LLM(pair[0], **options) as llm:
+        assert generate(llm) != expected
+        with pytest.raises(ModelError, match=r"it has torch\.int8, and what is rounded to 8 bits has 16 or 32"):
+            llm.update_weights({Q_PROJ: torch.zeros(128, 128, dtype=torch.int8)})
+        llm.update_weights(iterate_weights(pair[1]))
+        assert generate(llm) == expected
+
+
+def test_two_ranks_say_in_8_bits_what_one_says(pair: tuple[Path, Path]) -> None:
+    options: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "quantization": "int8"}
+    answers = []
+    for num_ranks in (1, 2):
+        with LLM(pair[0], tensor_parallel_size=num_ranks, **options) as llm:
+            answers.append(generate(llm))
+    assert answers[0] == answers[1]

@@ -38,7 +38,7 @@ class CpuInt4Weight(NamedTuple):
     def widen(self, dtype: torch.dtype) -> Tensor:
         """Return what `widen` of ops/int4 does."""
         num_outputs, num_groups, size = self.halves.shape
-        wide = torch.empty(num_outputs, num_groups, 2, size, dtype=dtype)
+        wide = self.halves.new_empty((num_outputs, num_groups, 2, size), dtype=dtype)
         count = max(1, WIDENED_AT_ONCE // (2 * num_groups * size))
         for rows in (slice(start, start + count) for start in range(0, num_outputs, count)):
             bits, scales = self.halves[rows], self.scales[rows]
