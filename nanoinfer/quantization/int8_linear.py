@@ -13,7 +13,7 @@ from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.checkpoint.weights import must_be_wide
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.ops.common.fp8_format import Activations
-from nanoinfer.quantization.linear_method import PER_OUTPUT, WEIGHT, LinearMethod, ProductKind, hold_scales, stored
+from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, hold_scales, stored
 
 LARGEST = 127
 MAX_KERNEL_ROWS = 16  # for more, widening the weight takes less time than PyTorch's kernel
@@ -57,7 +57,7 @@ class Int8LinearMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         with layer.weight.device:
-            layer.weight = stored(torch.empty(shape, dtype=torch.int8), WEIGHT)
+            layer.weight = stored(torch.empty(shape, dtype=torch.int8), ParamSpec(0, 1))
             scales = torch.empty(shape[:-1], dtype=torch.float32)
             hold_scales(layer, "weight_scale", scales, PER_OUTPUT, in_checkpoint=False)
 

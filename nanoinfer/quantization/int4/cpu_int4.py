@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.int4.spec import ZERO, pack, unpack
 from nanoinfer.quantization.cpu_products import Packed
-from nanoinfer.quantization.int4.formats import SCALES, ZEROS, Int4Config
+from nanoinfer.quantization.int4.formats import Int4Config
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 
 MAX_KERNEL_ROWS = 32  # for more, widening the weight takes less time than the kernel
@@ -86,8 +86,8 @@ class CpuInt4LinearMethod(Int4LinearMethod):
 
     def __init__(self, config: Int4Config, layer: Any) -> None:
         super().__init__(config, layer)
-        tensors = layer.weight, getattr(layer, SCALES), getattr(layer, ZEROS, None)
-        self._weight = PackedInt4(*tensors, self.block, self.dtype)
+        zeros = getattr(layer, "weight_zero_point", None)
+        self._weight = PackedInt4(layer.weight, layer.weight_scale, zeros, self.block, self.dtype)
 
     def wide_weight(self, layer: Any) -> Tensor:
         return self._weight.packed().widen(self.dtype)
