@@ -16,6 +16,7 @@ from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, hold_scales, stored
 
 LARGEST = 127
+KERNEL_INPUTS = 64  # of which there must be a multiple: PyTorch's kernel reads beyond the end of other weights
 MAX_KERNEL_ROWS = 16  # for more, widening the weight takes less time than PyTorch's kernel
 
 
@@ -87,7 +88,8 @@ class Int8LinearMethod(LinearMethod):
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
-        if self.dtype != torch.bfloat16 or len(x) > MAX_KERNEL_ROWS:
+        is_few = 0 < len(x) <= MAX_KERNEL_ROWS
+        if self.dtype != torch.bfloat16 or not is_few or x.shape[1] % KERNEL_INPUTS:
             return super().apply(layer, x, bias)
         scales = layer.weight_scale.to(self.dtype)
         product: Tensor = torch.ops.aten._weight_int8pack_mm.default(x.contiguous(), layer.weight, scales)

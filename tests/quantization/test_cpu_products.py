@@ -175,11 +175,14 @@ def int8_layer(dtype: torch.dtype, weight: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, MAX_KERNEL_ROWS, MAX_KERNEL_ROWS + 1])
+@pytest.mark.parametrize("num_inputs", [128, 130])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_in_8_bits_are_those_of_the_wide_weight(dtype: torch.dtype, num_rows: int) -> None:
-    weight, x, bias = randn(40, 130), randn(num_rows, 260, dtype=dtype)[:, ::2], randn(40, dtype=dtype)
+def test_products_in_8_bits_are_those_of_the_wide_weight(dtype: torch.dtype, num_inputs: int, num_rows: int) -> None:
+    weight, bias = randn(40, num_inputs), randn(40, dtype=dtype)
+    x = randn(num_rows, 2 * num_inputs, dtype=dtype)[:, ::2]  # not contiguous
     layer = int8_layer(dtype, weight)
-    assert (layer.quant_method.wide_weight(layer) - weight).abs().max() < 0.02
+    steps = weight / layer.weight_scale.unsqueeze(1)
+    assert (layer.weight - steps).abs().max() < 0.51
     wide = layer.weight.float() * layer.weight_scale.unsqueeze(1)
     for given in (bias, None):
         expected = F.linear(x.float(), wide, None if given is None else given.float()).to(dtype)
