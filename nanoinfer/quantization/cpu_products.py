@@ -56,7 +56,7 @@ class Packed(ABC, Generic[P]):
             self._plain.copy_(self._values(packed))
 
 
-class PackedWeight(Packed[Tensor]):
+class OnednnWeight(Packed[Tensor]):
     """Holds a weight of 32 or 16 bits as oneDNN packs it."""
 
     def _pack(self, plain: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class PackedLinearMethod(LinearMethod):
     """Multiplies by a packed weight in the dtype of the model."""
 
     def __init__(self, layer: Any) -> None:
-        self._weight = PackedWeight(layer.weight)
+        self._weight = OnednnWeight(layer.weight)
 
     def wide_weight(self, layer: Any) -> Tensor:
         self._weight.unpack()
@@ -96,18 +96,22 @@ def pack_products(model: nn.Module, head: nn.Module) -> None:
         if type(getattr(layer, "quant_method", None)) is LinearMethod and _pays(layer.weight):
             layer.quant_method = PackedLinearMethod(layer)
     if _pays(head.weight):
-        head.forward = partial(_head_product, PackedWeight(cast(Tensor, head.weight), keeps_plain=True))
+        head.forward = partial(_head_product, OnednnWeight(cast(Tensor, head.weight), keeps_plain=True))
 
 
-def _head_product(packed: PackedWeight, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+def _head_product(packed: OnednnWeight, hidden: Tensor, out: Tensor | None = None) -> Tensor:
     logits = packed.product(hidden)
     return logits if out is None else out.copy_(logits)
 
 
+def has_fast_kernels() -> bool:
+    """Return whether PyTorch and oneDNN have kernels for this CPU. Others run plain loops, which are far slower."""
+    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
 def _pays(weight: Any) -> bool:
-    """Return whether products of a weight are faster if it is packed; measured where oneDNN has kernels of its own."""
-    is_supported = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    if not is_supported or weight.dim() != 2 or weight.numel() < MIN_PACKED_VALUES:
+    """Return whether products of a weight are faster if it is packed."""
+    if not has_fast_kernels() or weight.dim() != 2 or weight.numel() < MIN_PACKED_VALUES:
         return False
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)

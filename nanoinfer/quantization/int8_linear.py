@@ -13,6 +13,7 @@ from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.checkpoint.weights import must_be_wide
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.ops.common.fp8_format import Activations
+from nanoinfer.quantization.cpu_products import has_fast_kernels
 from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, hold_scales, stored
 
 LARGEST = 127
@@ -54,6 +55,7 @@ class Int8LinearMethod(LinearMethod):
                 "device='cpu'"
             )
         self.dtype = layer.weight.dtype
+        self.has_kernel = self.dtype == torch.bfloat16 and has_fast_kernels()
         self.create_weights(layer, *layer.weight.shape)
 
     def create_weights(self, layer: Any, *shape: int) -> None:
@@ -89,7 +91,7 @@ class Int8LinearMethod(LinearMethod):
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         x = cast(Tensor, x)
         is_few = 0 < len(x) <= MAX_KERNEL_ROWS
-        if self.dtype != torch.bfloat16 or not is_few or x.shape[1] % KERNEL_INPUTS:
+        if not self.has_kernel or not is_few or x.shape[1] % KERNEL_INPUTS:
             return super().apply(layer, x, bias)
         scales = layer.weight_scale.to(self.dtype)
         product: Tensor = torch.ops.aten._weight_int8pack_mm.default(x.contiguous(), layer.weight, scales)

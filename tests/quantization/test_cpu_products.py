@@ -13,10 +13,9 @@ from torch import Tensor
 from nanoinfer import LLM, ConfigError, ModelError
 from nanoinfer.checkpoint import weights
 from nanoinfer.checkpoint.loader import iterate_weights
-from nanoinfer.ops.int4.spec import PackedWeight as SpecifiedInt4
-from nanoinfer.ops.int4.spec import block_size, dequantize, pack, widen
+from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack, widen
 from nanoinfer.quantization import cpu_products
-from nanoinfer.quantization.cpu_products import PackedWeight
+from nanoinfer.quantization.cpu_products import OnednnWeight, has_fast_kernels
 from nanoinfer.quantization.int4 import cpu_int4
 from nanoinfer.quantization.int4.cpu_int4 import CpuInt4LinearMethod, PackedInt4
 from nanoinfer.quantization.int4.formats import Int4Config
@@ -44,7 +43,7 @@ def test_a_product_by_a_packed_weight_is_that_by_the_plain_one(dtype: torch.dtyp
     weight, bias = randn(33, 130, dtype=dtype), randn(33, dtype=dtype)
     x = randn(num_rows, 260, dtype=dtype)[:, ::2]  # not contiguous
     expected, plain = [F.linear(x, weight, bias), F.linear(x, weight)], weight.clone()
-    packed = PackedWeight(weight)
+    packed = OnednnWeight(weight)
     for _ in range(2):
         for given, wanted in zip((bias, None), expected, strict=True):
             if num_rows:
@@ -58,14 +57,14 @@ def test_a_product_by_a_packed_weight_is_that_by_the_plain_one(dtype: torch.dtyp
 
 def test_a_weight_that_others_read_is_kept_plain() -> None:
     weight = randn(16, 32)
-    packed = PackedWeight(weight, keeps_plain=True)
+    packed = OnednnWeight(weight, keeps_plain=True)
     packed.product(randn(2, 32))
     weight.mul_(2)
     weights.unpack(weight)
     assert_near(packed.product(randn(2, 32)), F.linear(randn(2, 32), weight))
 
 
-@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="not packed elsewhere")
+@pytest.mark.skipif(not has_fast_kernels(), reason="weights are packed where kernels are fast")
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}], ids=["", "tied"])
 @pytest.mark.parametrize("quantization", [None, "int4"])
 def test_an_engine_whose_weights_are_packed_takes_new_ones_and_sleeps(
@@ -112,11 +111,11 @@ def test_small_weights_stay_plain() -> None:
 # --- 4 bits ---
 
 
-def int4(num_outputs: int, num_inputs: int, group_size: int | None, has_zeros: bool) -> SpecifiedInt4:
+def int4(num_outputs: int, num_inputs: int, group_size: int | None, has_zeros: bool) -> PackedWeight:
     numbers = torch.randint(0, 16, (num_outputs, num_inputs), generator=torch.Generator().manual_seed(1))
     shape = (num_outputs,) if group_size is None else (num_outputs, num_inputs // group_size)
     zeros = torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
-    return SpecifiedInt4(pack(numbers, block_size(num_inputs)), randn(*shape).abs() + 0.1, zeros if has_zeros else None)
+    return PackedWeight(pack(numbers, block_size(num_inputs)), randn(*shape).abs() + 0.1, zeros if has_zeros else None)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True], ids=["", "zeros"])
@@ -133,7 +132,8 @@ def test_weights_in_4_bits_are_widened_and_come_back(
         wide = held.packed().widen(dtype)
         assert weight.numbers.untyped_storage().nbytes() == 0
         assert torch.equal(wide, widen.__wrapped__(words, *weight[1:3], dtype))  # type: ignore[attr-defined]
-    assert (held.packed().for_kernel is not None) == (num_outputs % 16 == 0 and group_size != 16)
+    is_served = num_outputs % 16 == 0 and group_size != 16 and has_fast_kernels()
+    assert (held.packed().for_kernel is not None) == is_served
     held.unpack()
     assert torch.equal(weight.numbers, words)
 

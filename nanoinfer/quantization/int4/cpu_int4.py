@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.int4.spec import ZERO, pack, unpack
-from nanoinfer.quantization.cpu_products import Packed
+from nanoinfer.quantization.cpu_products import Packed, has_fast_kernels
 from nanoinfer.quantization.int4.formats import Int4Config
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 
@@ -67,7 +67,8 @@ class PackedInt4(Packed[CpuInt4Weight]):
         num_outputs, num_inputs = numbers.shape
         group_size = num_inputs // scales.shape[1]
         size = next((size for size in KERNEL_GROUPS if group_size % size == 0), None)
-        if self._dtype != torch.bfloat16 or num_outputs % KERNEL_OUTPUTS or size is None:
+        is_served = self._dtype == torch.bfloat16 and num_outputs % KERNEL_OUTPUTS == 0
+        if not is_served or size is None or not has_fast_kernels():
             return None
         parts = [
             torch.ops.aten._convert_weight_to_int4pack_for_cpu(part.int(), 1) for part in numbers.split(PACKED_AT_ONCE)
