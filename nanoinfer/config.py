@@ -25,7 +25,7 @@ AttentionBackendName = Literal["auto", "flash_attn", "triton", "torch"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImplementation = Literal["auto", "nanoinfer", "transformers"]
-Quantization = Literal["fp8", "int4"]
+Quantization = Literal["fp8", "int8", "int4"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 DTYPES = get_args(Dtype)[1:]
 QUANTIZATIONS = get_args(Quantization)
@@ -154,8 +154,9 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4. A checkpoint that has '
-        "them in 8 or 4 bits says how they are read, and needs no option.",
+        '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4, and "int8", which is '
+        "for CPUs, to integers of 8. A checkpoint that has them in 8 or 4 bits says how they are read, and needs no "
+        "option.",
         Quantization,
     )
     logprobs_mode: str = option(
