@@ -1,6 +1,7 @@
 """Finds the files of a model, and loads an engine of them: what every process does that holds one."""
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -133,11 +134,13 @@ class LoadedEngine(NamedTuple):
         )
 
 
-def reduce_llm(pickler: Any, config: EngineConfig, weights: object) -> tuple[Any, ...]:
+def reduce_llm(config: EngineConfig, weights: object) -> tuple[Any, ...]:
     """Return what the fingerprints of `datasets` are made of: the options of an LLM, and what names its weights.
 
-    pickler: who asks. Raises TypeError for any other one, which would copy weights and cache to another process.
+    Raises TypeError where another pickler calls `LLM.__reduce__`: it would copy weights and cache to another process.
     """
+    # A pickler does not say who it is. Those written in Python, as that of `datasets`, call from a method of their own.
+    pickler = sys._getframe(2).f_locals.get("self")
     if type(pickler).__module__.partition(".")[0] == "datasets":
         return EngineConfig, (config, weights)
     raise TypeError(

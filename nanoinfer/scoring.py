@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from nanoinfer.engine.preparer import Portions
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.request_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, Score, Scores
 from nanoinfer.sampling_params import SamplingParams

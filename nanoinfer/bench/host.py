@@ -93,7 +93,7 @@ class NoDevice:
         return header.num_prefill_samples + header.counts["decode_rows"]
 
     def sample(self, launched: int, masks: object = None) -> SimpleNamespace:
-        return SimpleNamespace(num_tokens=launched, errors={}, found=())
+        return SimpleNamespace(num_tokens=launched, errors={}, side_outputs=())
 
     def wait(self, handle: SimpleNamespace) -> list[int]:
         return [0] * handle.num_tokens

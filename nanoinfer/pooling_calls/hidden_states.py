@@ -89,7 +89,7 @@ class HiddenStatesOptions:
         parts = {given: states.parts(counted) for given, counted in self.layers.items()}
         whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
         made = replace(make_output(output, states) if make_output else output, hidden_states=whole)
-        states.found.clear()  # which the request would keep until its call returns
+        states.received.clear()  # which the request would keep until its call returns
         return made
 
 

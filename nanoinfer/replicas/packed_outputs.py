@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.request_logprobs import PromptLogprobs
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
     CompletionOutput,
@@ -112,7 +112,7 @@ def unpack_outputs(
             prompt_logprobs=unpack_prompt_logprobs(message.prompt_logprobs.get(line), prepared, tokenizer),
         )
         if line in message.hidden_states:
-            states = replace(prepared.hidden_states_request, found=unpack_states(message.hidden_states[line]))
+            states = replace(prepared.hidden_states_request, received=unpack_states(message.hidden_states[line]))
             output = states.to_output(output)
         yield request, output
 
@@ -183,12 +183,12 @@ def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOu
 
     It is the `make_output` of requests in a replica. The parts are not joined, which would copy them.
     """
-    found: Any = {layer: [*map(_pack_values, states.parts(layer))] for layer in states.found}
-    return replace(output, hidden_states=found)
+    packed: Any = {layer: [*map(_pack_values, states.parts(layer))] for layer in states.received}
+    return replace(output, hidden_states=packed)
 
 
 def unpack_states(packed: PackedStates) -> dict[int | None, dict[int, Tensor]]:
-    """Return the states of a message as `HiddenStatesRequest.found`; the parts are numbered."""
+    """Return the states of a message as `HiddenStatesRequest.received`; the parts are numbered."""
     return {
         layer: {index: torch.from_numpy(values).view(dtype) for index, (dtype, values) in enumerate(parts)}
         for layer, parts in packed.items()
