@@ -70,19 +70,19 @@ class LLM(PoolingMethods, AsyncMethods):
     @showing_options_of(EngineConfig)
     def __init__(self, model: str | Path, **options: Any) -> None:
         started = time.perf_counter()
-        found = find_model(EngineConfig.from_options(model, options))
-        self.config = found.config
-        self._default_sampling_params = found.default_sampling_params
-        loaded = load_engine(found) if self.config.data_parallel_size == 1 else load_replicas(found)
+        files = find_model(EngineConfig.from_options(model, options))
+        self.config = files.config
+        self._default_sampling_params = files.default_sampling_params
+        loaded = load_engine(files) if self.config.data_parallel_size == 1 else load_replicas(files)
         self.engine: Engine = loaded.engine  # an LLMEngine, or ReplicatedEngine
         self.queue, self.preparer = loaded.queue, loaded.preparer
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
         self.pooling_calls = PoolingCalls(
-            self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.pooling_steps
+            self.queue, self.preparer, files.model_config, self.config, self.max_model_len, loaded.pooling_steps
         )
-        self._weights: object = found.list_files()  # names them for `datasets`
-        self._states_reader = HiddenStatesReader(found.model_config, self.config, loaded.info.dtype)
+        self._weights: object = files.list_files()  # names them for `datasets`
+        self._states_reader = HiddenStatesReader(files.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control = loaded.control
         self._async_calls = AsyncCalls(self.queue, self.preparer)

@@ -236,8 +236,8 @@ def answer_all(connections: SequenceOf[Connection]) -> None:
     threading.Thread(target=read_all, args=(connections, received), daemon=True).start()
     for connection in connections:
         connection.send(None)
-    while (found := received.get()) is not None:
-        connection, message = found
+    while (item := received.get()) is not None:
+        connection, message = item
         if isinstance(message, Requests):
             connection.send(EngineMetrics())
             connection.send(stub_outputs(message))

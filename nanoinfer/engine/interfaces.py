@@ -27,7 +27,7 @@ class Weights(Protocol):
         """Check a tensor and copy it there. given: what the update has copied before; see `ModelWeights.check`."""
 
 
-class Constraints(Protocol):
+class ConstraintManager(Protocol):
     """Compiles what limits the tokens of requests, and makes the masks of steps."""
 
     def compile(self, params: abc.Sequence[SamplingParams]) -> object:

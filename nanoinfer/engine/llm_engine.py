@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.engine import Action, Engine, Recipient
-from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, SampledStep
+from nanoinfer.engine.interfaces import SILENT, ConstraintManager, Listener, Runner, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.proposer import Proposer, drawn_one_by_one
 from nanoinfer.engine.request import Completion, Request
@@ -55,7 +55,7 @@ class LLMEngine(Engine):
         runner: Runner,
         tokenizer: Tokenizer | None,
         stop_token_ids: frozenset[int],
-        constraints: Constraints | None = None,
+        constraints: ConstraintManager | None = None,
         new_listener: Callable[[Scheduler], Listener] = lambda _: SILENT,
     ) -> None:
         super().__init__(config)

@@ -61,8 +61,8 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
     samples = [sample for output in outputs for sample in output.outputs]
     others = {}
     for line, sample in enumerate(samples):
-        if found := {name: value for name in OTHERS if (value := getattr(sample, name)) is not None}:
-            others[line] = found
+        if given := {name: value for name in OTHERS if (value := getattr(sample, name)) is not None}:
+            others[line] = given
     metrics = [output.metrics for output in outputs]
     times = [(one.queue_time, one.time_to_first_token, one.time_per_token) for one in metrics]
     return Outputs(
@@ -157,14 +157,14 @@ def unpack_logprobs(packed: PackedDicts | FlatLogprobs | None) -> Any:
         return packed
     flat = packed.positions
     ranks = [None if rank == NO_RANK else rank for rank in flat.ranks]
-    found = map(Logprob, flat.logprobs, ranks, flat.decoded_tokens)
-    entries = [*zip(flat.token_ids, found, strict=True)]
+    logprobs = map(Logprob, flat.logprobs, ranks, flat.decoded_tokens)
+    entries = [*zip(flat.token_ids, logprobs, strict=True)]
     return [dict(entries[start:end]) or None for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
 
 
-def pack_prompt_logprobs(found: Any) -> Any:
+def pack_prompt_logprobs(logprobs: Any) -> Any:
     """Return a prompt's log-probabilities for a message: arrays, or FlatLogprobs with their texts."""
-    return (found.ranks, found.token_ids, found.logprobs) if isinstance(found, PromptLogprobs) else found
+    return (logprobs.ranks, logprobs.token_ids, logprobs.logprobs) if isinstance(logprobs, PromptLogprobs) else logprobs
 
 
 def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> Any:
@@ -173,9 +173,9 @@ def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: To
         return packed
     ranks, token_ids, logprobs = packed
     new_texts = prompt_texts(tokenizer, prepared.sampling_params, prepared.prompt, prepared.token_ids)
-    found = PromptLogprobs(len(ranks), token_ids.shape[1] - 1, new_texts)
-    found.fill(0, ranks, token_ids, logprobs)
-    return found
+    made = PromptLogprobs(len(ranks), token_ids.shape[1] - 1, new_texts)
+    made.fill(0, ranks, token_ids, logprobs)
+    return made
 
 
 def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOutput:
