@@ -17,9 +17,6 @@ from nanoinfer.errors import ConfigError, check_names
 from nanoinfer.structured_outputs import switches_of_all
 from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
-Given = TypeVar("Given", contravariant=True)
-Kept = TypeVar("Kept", covariant=True)
-Options = ParamSpec("Options")
 # The only values of options, where there are such.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ExecutorBackend = Literal["mp", "external_launcher"]
@@ -32,6 +29,10 @@ Quantization = Literal["fp8", "int4"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 DTYPES = get_args(Dtype)[1:]
 QUANTIZATIONS = get_args(Quantization)
+SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
+Given = TypeVar("Given", contravariant=True)  # the type of an option as users give it
+Kept = TypeVar("Kept", covariant=True)
+Options = ParamSpec("Options")
 
 
 class TorchDtype(Protocol):
@@ -48,9 +49,6 @@ class TorchDevice(Protocol):
     def index(self) -> int: ...
     @property
     def type(self) -> str: ...
-
-
-SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
 
 
 class Converted(Protocol[Given, Kept]):
