@@ -43,7 +43,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     @classmethod
     def of(cls, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> "PromptLogprobs | None":
-        """Return room for those of a request; None if it wants none."""
+        """Return an empty one for a request; None where it wants no log-probabilities of its prompt."""
         params, token_ids = prepared.sampling_params, prepared.token_ids
         if params.prompt_logprobs is None:
             return None

@@ -8,7 +8,7 @@ from nanoinfer.engine.sequence import Sequence
 
 
 class RoutedExperts:
-    """Copies them from the device, before other sequences take the blocks."""
+    """Copies from the device which experts computed finished sequences, before others take their blocks."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
