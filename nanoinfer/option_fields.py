@@ -61,17 +61,12 @@ def real(default: float, is_in_range: Callable[[Any], bool], rule: str, remedy: 
     return option(default, check, row)
 
 
-def whole(default: Any, least: int, remedy: str, row: Any = None, **limits: Any) -> Any:
-    """Declare an option that is a whole number. least, remedy, limits: of `whole_number`."""
-    return option(default, whole_number(least, remedy, **limits), row)
+def whole(
+    default: Any, least: int, remedy: str, most: float = math.inf, row: Any = None, may_be_none: bool = False
+) -> Any:
+    """Declare an option that is a whole number from `least` to `most`. remedy: what to use in place of others."""
 
-
-def whole_number(
-    least: int, remedy: str, most: float = math.inf, may_be_none: bool = False
-) -> Callable[[str, Any], int | None]:
-    """Return the check of a whole number from `least` to `most`. remedy: what to use in place of others."""
-
-    def check(name: str, value: Any) -> int | None:
+    def check(name: str, value: Any) -> Any:
         if value is None and may_be_none:
             return None
         if not is_whole_number(value):
@@ -82,7 +77,7 @@ def whole_number(
             raise RequestError(f"{name}={value} must be at most {most}; {remedy}")
         return int(value)  # NumPy's integers, say
 
-    return check
+    return option(default, check, row)
 
 
 def many(is_item: Callable[[Any], Any], what: str, hashed: bool = True) -> Any:

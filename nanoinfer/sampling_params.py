@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoinfer.errors import NOT_SUPPORTED, Foreigners, RequestError, with_checked_names
-from nanoinfer.option_fields import RowOption, a_bool, many, option, real, token_biases, token_ids, whole, whole_number
+from nanoinfer.option_fields import RowOption, a_bool, many, option, real, token_biases, token_ids, whole
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.vllm_names import guided, only
 
@@ -65,7 +65,7 @@ def _min_tokens(params: Any, seq: Any) -> list[int] | None:
 
 def _num_logprobs(row: RowOption) -> Any:
     remedy = "use None for none, 0 for those of the tokens themselves, or -1 for all of the vocabulary"
-    check = whole_number(-1, remedy, may_be_none=True)
+    check = whole(None, -1, remedy, may_be_none=True).metadata["check"]
     return option(None, lambda name, value: check(name, 1 if value is True else value), row)
 
 
