@@ -40,7 +40,7 @@ STEP_DATA = {
     "engine.row_options",
     "engine.token_masks",
     "engine.hidden_states_request",
-    "engine.found",
+    "engine.side_outputs",
 }  # what engine and runner tell each other
 PLANNERS = EVERYBODY - {"device", "checkpoint"}  # what plans without PyTorch
 MAY_IMPORT: dict[str, set[str]] = {
@@ -48,7 +48,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
     "config": {"errors", "vllm_names", "structured_outputs", "responses.families"},
-    "engine_options": {"config"},
     "device": {"errors"},
     "step_threads": {"device"},
     "garbage": set(),
@@ -76,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "caches", "ops", "distributed", "step_threads"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text", "engine.prompt_logprobs", "engine.preparer"},
+    "scoring": EVERYBODY | {"text", "engine.request_logprobs", "engine.preparer"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
@@ -84,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
+    | {"control.step_events", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
     | {"before_torch", "pooling_calls"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},

@@ -93,7 +93,7 @@ class NoDevice:
         return header.num_prefill_samples + header.counts["decode_rows"]
 
     def sample(self, launched: int, masks: object = None) -> SimpleNamespace:
-        return SimpleNamespace(num_tokens=launched, errors={}, found=())
+        return SimpleNamespace(num_tokens=launched, errors={}, side_outputs=())
 
     def wait(self, handle: SimpleNamespace) -> list[int]:
         return [0] * handle.num_tokens
@@ -236,8 +236,8 @@ def answer_all(connections: SequenceOf[Connection]) -> None:
     threading.Thread(target=read_all, args=(connections, received), daemon=True).start()
     for connection in connections:
         connection.send(None)
-    while (found := received.get()) is not None:
-        connection, message = found
+    while (item := received.get()) is not None:
+        connection, message = item
         if isinstance(message, Requests):
             connection.send(EngineMetrics())
             connection.send(stub_outputs(message))

@@ -88,9 +88,11 @@ class Constraints:
         parts = [self._masks_of(followed, token_sets.new_bits)]
         ahead = {index: sample.fork() for index, sample in followed.items() if proposals[index // num_tokens]}
         for place in range(num_tokens - 1):
-            proposed = {i: ids[place] for i in ahead if place < len(ids := proposals[i // num_tokens])}
+            its_ids = {index: proposals[index // num_tokens] for index in ahead}
+            proposed = {index: token_ids[place] for index, token_ids in its_ids.items() if place < len(token_ids)}
             for index in _forbidden(proposed, parts[-1]):
                 del proposed[index]
+            # Each moves on to the next token, unless the text is complete with this one.
             ahead = {i + 1: ahead[i] for i, token_id in proposed.items() if not ahead[i].append(token_id)}
             if not ahead:
                 break

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec
-from nanoinfer.engine.found import Found
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.side_outputs import SideOutput
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
 from nanoinfer.metrics import StepEvent
@@ -27,7 +27,7 @@ class Weights(Protocol):
         """Check a tensor and copy it there. given: what the update has copied before; see `ModelWeights.check`."""
 
 
-class Constraints(Protocol):
+class ConstraintManager(Protocol):
     """Compiles what limits the tokens of requests, and makes the masks of steps."""
 
     def compile(self, params: abc.Sequence[SamplingParams]) -> object:
@@ -61,7 +61,7 @@ class SampledStep(Protocol):
         """Why a user's function failed, by the batch_idx of the token that could not be drawn."""
 
     @property
-    def found(self) -> abc.Sequence[Found]:
+    def side_outputs(self) -> abc.Sequence[SideOutput]:
         """What requests want beside tokens."""
 
 

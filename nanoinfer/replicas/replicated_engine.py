@@ -213,8 +213,8 @@ class ReplicatedEngine(Engine):
     def _feed(self) -> None:
         """Send requests to the replicas that run short."""
         taken: dict[int, list[QueuedRequest]] = {}
-        while found := self.dispatcher.take():
-            replica, request = found
+        while placed := self.dispatcher.take():
+            replica, request = placed
             taken.setdefault(replica, []).append(request)
         for index, requests in taken.items():
             self._send_requests(index, requests)
