@@ -82,7 +82,7 @@ def fastest_num_threads(num_outputs: int, num_inputs: int, dtype: torch.dtype, m
 
     ends = time.perf_counter() + MAX_SECONDS
     seconds(most)  # starts the threads
-    rounds = []
+    rounds: list[list[float]] = []
     while len(rounds) < NUM_ROUNDS and (not rounds or time.perf_counter() < ends):
         rounds.append([seconds(count) for count in candidates])
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]

@@ -19,7 +19,7 @@ def sample_and_append(
 ) -> Tensor:
     if thresholds is not None or temperatures[rows].any():
         tables = temperatures, seeds, token_ids, context_lens
-        return spec.sample_and_append.__wrapped__(logits, thresholds, rows, *tables)  # type: ignore[attr-defined, no-any-return]
+        return spec.sample_and_append.__wrapped__(logits, thresholds, rows, *tables)  # type: ignore[attr-defined]
     ids = _best(logits, rows)
     spec.enter_tokens(ids, rows, token_ids, context_lens)
     return ids
@@ -29,7 +29,7 @@ def sample_at(
     logits: Tensor, thresholds: Tensor | None, rows: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     if thresholds is not None or temperatures[rows].any():
-        return spec.sample_at.__wrapped__(logits, thresholds, rows, temperatures, seeds, positions)  # type: ignore[attr-defined, no-any-return]
+        return spec.sample_at.__wrapped__(logits, thresholds, rows, temperatures, seeds, positions)  # type: ignore[attr-defined]
     return _best(logits, rows)
 
 
@@ -38,7 +38,7 @@ def best_candidates(
 ) -> tuple[Tensor, Tensor]:
     if temperatures[rows].any():
         tables = temperatures, seeds, context_lens
-        return spec.best_candidates.__wrapped__(logits, first_id, rows, *tables)  # type: ignore[attr-defined, no-any-return]
+        return spec.best_candidates.__wrapped__(logits, first_id, rows, *tables)  # type: ignore[attr-defined]
     best, ids = _largest(logits)
     return best.nan_to_num(torch.inf, torch.inf, -torch.inf), first_id + ids.int()
 

@@ -10,7 +10,7 @@ from nanoinfer.ops.norms import spec
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False, out: Tensor | None = None) -> Tensor:
     if centres:
-        return spec.rms_norm.__wrapped__(x, weight, eps, centres, out)  # type: ignore[attr-defined, no-any-return]
+        return spec.rms_norm.__wrapped__(x, weight, eps, centres, out)  # type: ignore[attr-defined]
     wide = x if x.dtype == torch.float32 else x.float()
     size, floor = _constants(x.shape[-1], eps)
     normed = wide * wide.square().sum(-1, True).div_(size).add_(floor).rsqrt_()
