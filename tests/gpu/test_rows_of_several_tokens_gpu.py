@@ -104,6 +104,7 @@ def test_graphs_of_up_to_8_tokens_a_row_fit_into_the_memory_that_is_left_for_the
     assert used[1] < 0.51 * total
 
 
+@torch.inference_mode()
 def capture_all_graphs(engine: LLMEngine, max_num_seqs: int) -> None:
     """Capture each graph that steps of up to 8 tokens a row can ask for."""
     graphs = engine.runner.model_runner.state.decode_graphs  # type: ignore[union-attr]
