@@ -229,6 +229,16 @@ def test_an_engine_in_8_bits_takes_new_weights(pair: tuple[Path, Path]) -> None:
         assert generate(llm) == expected
 
 
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_the_log_says_in_which_dtype_fewer_bits_are_faster(
+    quantization: str, pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nanoinfer")
+    for dtype, is_logged in (("bfloat16", False), ("float32", True)):
+        with LLM(pair[0], device="cpu", dtype=dtype, quantization=quantization):
+            assert ("few sequences are faster with dtype='bfloat16'" in caplog.text) == is_logged
+
+
 def test_two_ranks_say_in_8_bits_what_one_says(pair: tuple[Path, Path]) -> None:
     options: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "quantization": "int8"}
     answers = []
