@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nanoinfer.constraints import token_sets
 from nanoinfer.constraints.grammar_cache import GrammarCache
 from nanoinfer.constraints.grammars import Grammar, GrammarLibrary, explain, is_refusal
+from nanoinfer.constraints.thoughts import Thinking, Thoughts
 from nanoinfer.constraints.token_sets import Bits, TokenSet
 from nanoinfer.engine.stopping import StopTokens
 from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
@@ -32,6 +33,8 @@ class Constraints:
 
     vocab_size: width of the logits. stop_token_ids: the model's. new_bits: allocates the masks of a step. switches: of
     StructuredOutputsParams, those that are on for all requests. grammar_timeout: seconds that a grammar may take.
+    thoughts: how the model writes them; None where nobody knows. forms_follow_thoughts: whether structured outputs
+    begin after the thought also where a request has no budget.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class Constraints:
         new_bits: Callable[[tuple[int, int]], Bits] = token_sets.new_bits,
         switches: Collection[str] = (),
         grammar_timeout: float = 60.0,
+        thoughts: Thoughts | None = None,
+        forms_follow_thoughts: bool = False,
     ) -> None:
         self._tokenizer, self._vocab_size, self._new_bits = tokenizer, vocab_size, new_bits
+        self._thoughts, self._forms_follow_thoughts = thoughts, forms_follow_thoughts
         self._num_words = -(-vocab_size // 32)
         self._stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < vocab_size)
         make_library = functools.partial(GrammarLibrary, tokenizer, vocab_size, self._stop_token_ids, switches)
@@ -106,19 +112,43 @@ class Constraints:
         self, followed: dict[int, "SampleConstraint"], new_bits: Callable[[tuple[int, int]], Bits]
     ) -> TokenMasks:
         """Return the masks of some tokens of a step, each by its constraint, which knows the tokens before it."""
-        in_set = {index: sample for index, sample in followed.items() if sample.plan.token_set is not None}
-        in_grammar = {index: sample for index, sample in followed.items() if sample.matcher is not None}
+        in_set: dict[int, SampleConstraint] = {}
+        in_grammar: dict[int, SampleConstraint] = {}
+        before_form: dict[int, SampleConstraint] = {}
+        forced: dict[int, int] = {}  # the token that comes next
+        for index, sample in followed.items():
+            if sample.thinking is not None and sample.thinking.forced:
+                forced[index] = sample.thinking.forced[0]
+                continue
+            if sample.plan.token_set is not None:
+                in_set[index] = sample
+            if sample.matcher is not None:
+                (in_grammar if sample.is_in_form else before_form)[index] = sample
         sets = new_bits((len(in_set), self._num_words))
         for sample, row in zip(in_set.values(), sets, strict=True):
             sample.write_token_set(row)
-        grammars = new_bits((len(in_grammar), self._num_words))
+        masked = [*in_grammar, *before_form, *forced]
+        grammars = new_bits((len(masked), self._num_words))
         self._fill([*in_grammar.values()], grammars)
         set_rows = dict(zip(in_set, sets, strict=True))
         also_in_set = {row: set_rows[index] for row, index in enumerate(in_grammar) if index in set_rows}
         _place_stop_tokens([*in_grammar.values()], grammars, also_in_set)
-        functions = {i: (one.plan.functions, [*one.token_ids]) for i, one in followed.items() if one.plan.functions}
+        for place, sample in enumerate(in_grammar.values()):
+            if (start_id := sample.start_id) is not None:
+                token_sets.add(grammars[place], [start_id])
+        for index, row in zip(masked[len(in_grammar) :], grammars[len(in_grammar) :], strict=True):
+            if index in forced:
+                row[:] = 0
+                token_sets.add(row, [forced[index]])
+            else:
+                row[:] = before_form[index].plan.before_form
+        functions = {
+            index: (sample.plan.functions, [*sample.token_ids])
+            for index, sample in followed.items()
+            if sample.plan.functions and index not in forced
+        }
         return TokenMasks(
-            RowMasks([*in_grammar], grammars) if in_grammar else None,
+            RowMasks(masked, grammars) if masked else None,
             RowMasks([*in_set], sets) if in_set else None,
             functions,
         )
@@ -154,7 +184,7 @@ class Constraints:
             assert constraint.plan.grammar is not None, "it was found to have one"
             if constraint.error is not None:
                 masks[row] = 0
-            elif not constraint.token_ids:
+            elif constraint.num_in_form == 0:
                 masks[row] = constraint.plan.grammar.first_mask
             else:
                 matchers.append((constraint.template, constraint.matcher, row))
@@ -175,6 +205,7 @@ class Constraints:
                 )
         stop_tokens = StopTokens.of(own, params.ignore_eos, self._stop_token_ids)
         own_only = own - self._stop_token_ids  # no mask of a grammar knows of these
+        thoughts = self._needed_thoughts(params, grammar, stop_tokens.ids)
         return RequestConstraint(
             grammar=grammar,
             token_set=token_set,
@@ -184,7 +215,34 @@ class Constraints:
             within=MaskChanges(removed=own_only),
             at_early_end=MaskChanges(removed=stop_tokens.ids),
             at_end=MaskChanges(removed=stop_tokens.ignored, added=own_only),
+            thoughts=thoughts,
+            budget=params.thinking_token_budget,
+            before_form=self._all_but(stop_tokens.ids) if thoughts is not None and grammar is not None else None,
         )
+
+    def _needed_thoughts(
+        self, params: SamplingParams, grammar: Grammar | None, stop_ids: frozenset[int]
+    ) -> Thoughts | None:
+        """Return how thoughts are written if the request depends on it. Raises RequestError where that is not known."""
+        thoughts, budget = self._thoughts, params.thinking_token_budget
+        if budget is None and (grammar is None or not self._forms_follow_thoughts):
+            return None
+        if thoughts is None:
+            raise RequestError(
+                f"thinking_token_budget={budget} needs the texts around a thought, and this model's are not known; "
+                "give LLM(reasoning_config={'reasoning_start_str': '<think>', 'reasoning_end_str': '</think>'}), say"
+            )
+        if params.min_tokens and grammar is None and (forbidden := stop_ids.intersection(thoughts.closing_ids)):
+            raise RequestError(
+                f"min_tokens={params.min_tokens} forbids stop tokens at first, and one of them, {min(forbidden)}, "
+                "closes a thought; leave out min_tokens or thinking_token_budget"
+            )
+        return thoughts
+
+    def _all_but(self, token_ids: frozenset[int]) -> Bits:
+        bits = token_sets.all_tokens(self._vocab_size)
+        token_sets.remove(bits, token_ids)
+        return bits
 
 
 class MaskChanges(NamedTuple):
@@ -203,6 +261,8 @@ class RequestConstraint:
     at_early_end: changes where the text may end, but has fewer than min_tokens tokens.
     at_end: changes where it may end and has enough tokens: ignore_eos removes the model's stop tokens.
     Where the text may end and nothing else is left, all stop tokens are allowed, removed ones too.
+    thoughts: how they are written, if they have a budget or come before a form; else None. budget: the most tokens of a
+    thought. before_form: the tokens that may come before the form begins; None if it begins at once.
     """
 
     grammar: Grammar | None
@@ -213,9 +273,26 @@ class RequestConstraint:
     within: MaskChanges
     at_early_end: MaskChanges
     at_end: MaskChanges
+    thoughts: Thoughts | None = None
+    budget: int | None = None
+    before_form: Bits | None = None
 
-    def start(self) -> "SampleConstraint":
-        return SampleConstraint(self)
+    @functools.cached_property
+    def follows_tokens(self) -> bool:
+        """Return whether every mask depends on the token before it."""
+        has_endings = self.token_set is not None and bool(self.token_set.endings)
+        return bool(self.grammar is not None or has_endings or self.functions)
+
+    @functools.cached_property
+    def start_id(self) -> int | None:
+        """Return a token that begins a thought where the form could begin, unless it may be the form's; or None."""
+        if self.thoughts is None or self.grammar is None or self.thoughts.answer:
+            return None
+        first, *others = self.thoughts.start_ids
+        return None if others and token_sets.has(self.grammar.first_mask, first) else first
+
+    def start(self, prompt: Sequence[int] = ()) -> "SampleConstraint":
+        return SampleConstraint(self, prompt)
 
 
 class SampleConstraint:
@@ -223,11 +300,24 @@ class SampleConstraint:
 
     matcher: where its text is in the grammar, if it has one. template: what that was copied from, by number.
     token_ids: the completion's. failure: an error that was found out ahead, and the tokens after which it comes.
+    thinking: where it is in its thoughts, as long as that matters. is_in_form: whether the next token is the form's.
+    num_in_form: how many were.
     """
 
-    __slots__ = ("error", "failure", "follows_tokens", "matcher", "plan", "template", "token_ids")
+    __slots__ = (
+        "error",
+        "failure",
+        "follows_tokens",
+        "is_in_form",
+        "matcher",
+        "num_in_form",
+        "plan",
+        "template",
+        "thinking",
+        "token_ids",
+    )
 
-    def __init__(self, plan: RequestConstraint) -> None:
+    def __init__(self, plan: RequestConstraint, prompt: Sequence[int]) -> None:
         self.plan = plan
         self.matcher: Any = None
         self.template = 0
@@ -236,8 +326,13 @@ class SampleConstraint:
         self.token_ids: list[int] = []
         self.error: str | None = None
         self.failure: tuple[list[int], str] | None = None
-        has_endings = plan.token_set is not None and bool(plan.token_set.endings)
-        self.follows_tokens = bool(plan.grammar is not None or has_endings or plan.functions)
+        self.thinking: Thinking | None = None
+        self.is_in_form, self.num_in_form = True, 0
+        self.follows_tokens = plan.follows_tokens
+        if plan.thoughts is not None:
+            self.thinking = Thinking(plan.thoughts, plan.budget, prompt)
+            self.is_in_form = plan.before_form is None or self.thinking.is_answer
+            self.follows_tokens = plan.follows_tokens or self.thinking.needs_newest
 
     def append(self, token_id: int) -> bool:
         """Take the sample's newest token; return whether the text is complete with it.
@@ -245,10 +340,12 @@ class SampleConstraint:
         It is complete where the grammar allows nothing more, and with a stop token. Both end it over min_tokens and
         ignore_eos.
         """
+        is_of_form = self.thinking is None or self._think(self.thinking, token_id)
+        self.num_in_form += is_of_form
         self.token_ids.append(token_id)
         if self.failure is not None and self.failure[0] == self.token_ids:
             self.error = self.failure[1]
-        if self.matcher is None or self.error is not None:
+        if self.matcher is None or self.error is not None or not is_of_form:
             return False
         if token_id in self.plan.stop_ids:  # which no matcher takes
             if self.matcher.is_accepting():
@@ -260,9 +357,28 @@ class SampleConstraint:
         self.find_error()  # a limit of the library's, if it is not the token
         return False
 
+    @property
+    def start_id(self) -> int | None:
+        """Return which token may come next in place of the form's and begin a thought; only a first token may."""
+        can_begin = self.thinking is not None and self.thinking.may_begin and not self.token_ids
+        return self.plan.start_id if can_begin else None
+
+    def _think(self, thinking: Thinking, token_id: int) -> bool:
+        """Take the newest token while it may be of a thought; return whether it is the form's."""
+        if token_id == self.start_id:
+            thinking.begin()
+            self.is_in_form = False
+        is_of_form = self.is_in_form
+        thinking.append(token_id)
+        self.is_in_form = is_of_form or thinking.is_answer
+        self.follows_tokens = self.plan.follows_tokens or thinking.needs_newest
+        if self.matcher is not None and self.is_in_form:
+            self.thinking = None  # nothing in a form is a thought
+        return is_of_form
+
     def num_allowed(self, proposals: Sequence[int]) -> int:
         """Return how many of these tokens, from the first one on, the grammar allows to follow."""
-        if self.matcher is None:
+        if self.matcher is None or self.thinking is not None:
             return len(proposals)
         # What the library has against a token would stay in the sample's own matcher.
         return int(self.matcher.deep_copy().validate_tokens([*proposals]))
@@ -270,7 +386,7 @@ class SampleConstraint:
     def fork(self) -> "SampleConstraint":
         """Return a copy that may follow tokens of which this does not know yet."""
         fork = copy.copy(self)
-        fork.token_ids = self.token_ids.copy()
+        fork.token_ids, fork.thinking = self.token_ids.copy(), copy.copy(self.thinking)
         if self.matcher is not None:
             fork.matcher = self.matcher.deep_copy()
         return fork
@@ -377,4 +493,5 @@ def _asks(params: SamplingParams) -> bool:
         or params.allowed_token_ids is not None
         or params.bad_words
         or params.logits_processors
+        or params.thinking_token_budget is not None
     )

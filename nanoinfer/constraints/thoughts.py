@@ -1,0 +1,158 @@
+"""Thoughts: where those of a sample begin and end, and how one is closed that has used up its budget.
+
+A model writes a thought between two texts, such as <think> and </think>. `Thoughts` has these texts and the tokens that
+write them; `Thinking` follows one sample by them. A budget means what vLLM's thinking_token_budget means: the tokens
+that begin a thought do not count, each thought has the whole budget, and if the prompt leaves a thought open, its
+tokens of the prompt count. The texts are compared as bytes, so it does not matter into which tokens a model cuts them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from nanoinfer.errors import ConfigError
+from nanoinfer.text.tokenizer import Tokenizer
+
+NUM_LAST = 64  # tokens at the end of a prompt that are looked at first
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """Says how a model writes its thoughts.
+
+    start, end: the texts around a thought, in UTF-8. answer: the text after which the answer begins; b"" where it
+    follows the thought. turn: the text of a prompt after which an answer is to be written; b"" where it is not known.
+    start_ids: tokens that write `start`. closing_ids: tokens that close a thought early. bytes_of: returns the bytes of
+    a token.
+    """
+
+    start: bytes
+    end: bytes
+    answer: bytes
+    turn: bytes
+    start_ids: tuple[int, ...]
+    closing_ids: tuple[int, ...]
+    bytes_of: Callable[[int], bytes]
+
+    @property
+    def num_kept(self) -> int:
+        """Return how many bytes at the end of a text may belong to one of these texts."""
+        return max(map(len, (self.start, self.end, self.answer)))
+
+    def read_end(self, prompt: Sequence[int]) -> list[bytes]:
+        """Return the last tokens of a prompt as bytes, those of the turn that is to be answered among them.
+
+        Where the prompt has no `turn`, these are all tokens.
+        """
+        num_last = NUM_LAST if self.turn else len(prompt)
+        while True:
+            parts = [*map(self.bytes_of, prompt[-num_last:])]
+            if num_last >= len(prompt) or self.turn in b"".join(parts):
+                return parts
+            num_last *= 4
+
+
+class Thinking:
+    """Follows the thoughts of one sample, token by token.
+
+    num_tokens: of the thought that is open, without those that began it; None where none is open. forced: the tokens
+    that must come next. may_begin: whether the completion may begin with a thought: the prompt has none.
+    """
+
+    __slots__ = ("_budget", "_is_answer", "_tail", "_thoughts", "forced", "may_begin", "num_tokens")
+
+    def __init__(self, thoughts: Thoughts, budget: int | None, prompt: Sequence[int]) -> None:
+        self._thoughts, self._budget = thoughts, math.inf if budget is None else budget
+        self.num_tokens: int | None = None
+        self.forced: tuple[int, ...] = ()
+        parts = thoughts.read_end(prompt)
+        text = b"".join(parts)
+        turn = _after_last(thoughts.turn, text, 0)
+        started = _after_last(thoughts.start, text, turn or 0)
+        ended = _after_last(thoughts.end, text, started or turn or 0)
+        if started is not None and ended is None:
+            begins = accumulate(map(len, parts), initial=0)
+            self.num_tokens = sum(begin >= started for begin, _ in zip(begins, parts, strict=False))
+        # Without `turn`, the thought may be that of an earlier answer.
+        is_over = ended is not None and (turn is not None or not text[ended:].strip())
+        self.may_begin = self.num_tokens is None and not is_over
+        behind = ended or started or turn or 0
+        answered = _after_last(thoughts.answer, text, behind)
+        self._is_answer = not thoughts.answer or answered is not None
+        self._tail = text[answered or behind :][-thoughts.num_kept :]
+        self._close_late()
+
+    @property
+    def is_answer(self) -> bool:
+        """Return whether the next token belongs to the answer."""
+        return self._is_answer and self.num_tokens is None and not self.forced
+
+    @property
+    def needs_newest(self) -> bool:
+        """Return whether the next token may be forced, or not, because of one that is not known yet."""
+        return bool(self.forced) or self._budget <= (0 if self.num_tokens is None else self.num_tokens + 1)
+
+    def begin(self) -> None:
+        """Have a thought begin with the next token."""
+        self.forced = self._thoughts.start_ids
+
+    def append(self, token_id: int) -> None:
+        """Take the newest token."""
+        self.forced = self.forced[1:]
+        self._tail += self._thoughts.bytes_of(token_id)
+        if self.num_tokens is not None:
+            self.num_tokens = None if self._has_come(self._thoughts.end) else self.num_tokens + 1
+        elif self._has_come(self._thoughts.start):
+            self.num_tokens = 0
+        elif self._thoughts.answer and self._has_come(self._thoughts.answer):
+            self._is_answer = True
+        self._tail = self._tail[-self._thoughts.num_kept :]
+        self._close_late()
+
+    def _has_come(self, text: bytes) -> bool:
+        """Return whether a text is complete; what follows it is new."""
+        _, found, after = self._tail.partition(text)
+        self._tail = after if found else self._tail
+        return bool(found)
+
+    def _close_late(self) -> None:
+        """Have a thought closed that has used up its budget."""
+        if self.num_tokens is not None and self.num_tokens >= self._budget and not self.forced:
+            self.forced = self._thoughts.closing_ids
+
+
+def find_thoughts(texts: Mapping[str, str] | None, tokenizer: Tokenizer | None, vocab_size: int) -> Thoughts | None:
+    """Return how a model writes its thoughts, as `reasoning_config` of the engine says; None where nothing is known.
+
+    Raises ConfigError for what the model's tokenizer cannot write.
+    """
+    if texts is None:
+        return None
+    if tokenizer is None:
+        raise ConfigError("reasoning_config is about text, and this model has no tokenizer; leave it out")
+    start, closing = texts["reasoning_start_str"], texts["reasoning_end_str"]
+    start_ids, closing_ids = tokenizer.encode([start, closing], add_special_tokens=False)
+    end = next((text for i in reversed(closing_ids) if (text := tokenizer.added_tokens.get(i))), closing)
+    thoughts = Thoughts(
+        start=start.encode(),
+        end=end.encode(),
+        answer=b"",
+        turn=b"",
+        start_ids=tuple(start_ids),
+        closing_ids=tuple(closing_ids),
+        bytes_of=tokenizer.bytes_of,
+    )
+    for name, ids, text in (
+        ("reasoning_start_str", start_ids, thoughts.start),
+        ("reasoning_end_str", closing_ids, thoughts.end),
+    ):
+        if max(ids) >= vocab_size or text not in b"".join(map(tokenizer.bytes_of, ids)):
+            raise ConfigError(f"{name}={texts[name]!r} is a text that this model cannot write; give its own")
+    return thoughts
+
+
+def _after_last(wanted: bytes, text: bytes, begin: int) -> int | None:
+    """Return where the last `wanted` ends that is in a text from `begin` on; None where there is none."""
+    place = text.rfind(wanted, begin) if wanted else -1
+    return None if place < 0 else place + len(wanted)
