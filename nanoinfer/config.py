@@ -345,7 +345,7 @@ def _checked_reasoning(config: Any) -> dict[str, str] | None:
         return None
     if not isinstance(config, Mapping):
         raise ConfigError(f"reasoning_config={config!r:.200} is no dict; use {REASONING_EXAMPLE}, say")
-    renamed = {OLD_REASONING_NAMES.get(name, name): value for name, value in config.items()}
+    renamed: dict[str, Any] = {OLD_REASONING_NAMES.get(name, name): value for name, value in config.items()}
     try:
         given = check_names("reasoning_config", renamed, REASONING_NAMES, {})
     except TypeError as error:

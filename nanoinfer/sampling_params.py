@@ -134,8 +134,8 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens, always of the model's own distribution.
     logprob_token_ids: for each generated token, its log-probability and those of these tokens, at most 128, in place of
         the likeliest; if `logprobs` is given too, it must be their number. Kept as a tuple.
-    thinking_token_budget: the most tokens of a thought, which is then closed by the tokens that close it; 0 closes it at
-        once. Each thought has them, one that the prompt leaves open too. None, or -1, is no limit.
+    thinking_token_budget: the most tokens of a thought; then the text that ends it is forced. Each thought has as many;
+        one that the prompt leaves open has used its tokens there. 0 closes it at once; None, or -1, is no limit.
     routed_experts_prompt_start: the first prompt token of `routed_experts`, if the LLM returns them.
     flat_logprobs: return log-probabilities as FlatLogprobs, in arrays and not in dicts.
     spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where

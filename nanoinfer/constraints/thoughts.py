@@ -143,11 +143,11 @@ def find_thoughts(texts: Mapping[str, str] | None, tokenizer: Tokenizer | None, 
         closing_ids=tuple(closing_ids),
         bytes_of=tokenizer.bytes_of,
     )
-    for name, ids, text in (
+    for name, ids, written in (
         ("reasoning_start_str", start_ids, thoughts.start),
         ("reasoning_end_str", closing_ids, thoughts.end),
     ):
-        if max(ids) >= vocab_size or text not in b"".join(map(tokenizer.bytes_of, ids)):
+        if max(ids) >= vocab_size or written not in b"".join(map(tokenizer.bytes_of, ids)):
             raise ConfigError(f"{name}={texts[name]!r} is a text that this model cannot write; give its own")
     return thoughts
 
