@@ -230,8 +230,10 @@ class EngineConfig:
     )
     reasoning_config: Mapping[str, Any] | None = option(
         None,
-        "A dict, in JSON on the command line, that says how the model writes its thoughts: reasoning_start_str and "
-        "reasoning_end_str are the texts around a thought. Structured outputs then begin after the thought.",
+        "A dict, in JSON on the command line, of the texts that the model writes before and after a thought, "
+        "reasoning_start_str and reasoning_end_str; if not given, those of the family that response_template names, or "
+        "that the chat template is written for. Where this option or response_template is given, structured outputs "
+        "begin after the thought.",
     )
     trace: Converted[str | Path | None, str | None] = neutral_option(
         None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
@@ -347,15 +349,15 @@ def _checked_reasoning(config: Any) -> dict[str, str] | None:
         raise ConfigError(f"reasoning_config={config!r:.200} is no dict; use {REASONING_EXAMPLE}, say")
     renamed: dict[str, Any] = {OLD_REASONING_NAMES.get(name, name): value for name, value in config.items()}
     try:
-        given = check_names("reasoning_config", renamed, REASONING_NAMES, {})
+        given = check_names(
+            "reasoning_config", renamed, REASONING_NAMES, {"reasoning_parser": "response_template of LLM"}
+        )
     except TypeError as error:
         raise ConfigError(str(error)) from None
     for name, value in given.items():
         if not isinstance(value, str) or not value:
             raise ConfigError(f"reasoning_config has {name}={value!r:.200}, no text; use {REASONING_EXAMPLE}, say")
-    if missing := [name for name in REASONING_NAMES if name not in given]:
-        raise ConfigError(f"reasoning_config has no {missing[0]}; use {REASONING_EXAMPLE}, say")
-    return given
+    return given or None
 
 
 def _as_json(overrides: Any) -> dict[str, Any]:

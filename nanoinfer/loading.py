@@ -101,8 +101,8 @@ class ModelFiles:
             prompt_processor.stop_token_ids,
             switches=config.structured_outputs_config or (),
             grammar_timeout=config.grammar_timeout,
-            thoughts=find_thoughts(config.reasoning_config, tokenizer, vocab_size),
-            forms_follow_thoughts=config.reasoning_config is not None,
+            thoughts=find_thoughts(config, tokenizer, vocab_size),
+            forms_follow_thoughts=(config.reasoning_config or config.response_template) is not None,
             **options,
         )
 

@@ -225,7 +225,7 @@ class Constraints:
     ) -> Thoughts | None:
         """Return how thoughts are written if the request depends on it. Raises RequestError where that is not known."""
         thoughts, budget = self._thoughts, params.thinking_token_budget
-        if budget is None and (grammar is None or not self._forms_follow_thoughts):
+        if budget is None and (thoughts is None or grammar is None or not self._forms_follow_thoughts):
             return None
         if thoughts is None:
             raise RequestError(

@@ -7,13 +7,16 @@ tokens of the prompt count. The texts are compared as bytes, so it does not matt
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from nanoinfer.config import REASONING_NAMES, EngineConfig
 from nanoinfer.errors import ConfigError
+from nanoinfer.responses.families import family_named, family_of
 from nanoinfer.text.tokenizer import Tokenizer
 
+START, CLOSING = REASONING_NAMES
 NUM_LAST = 64  # tokens at the end of a prompt that are looked at first
 
 
@@ -122,32 +125,44 @@ class Thinking:
             self.forced = self._thoughts.closing_ids
 
 
-def find_thoughts(texts: Mapping[str, str] | None, tokenizer: Tokenizer | None, vocab_size: int) -> Thoughts | None:
-    """Return how a model writes its thoughts, as `reasoning_config` of the engine says; None where nothing is known.
+def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Thoughts | None:
+    """Return how a model writes its thoughts: as reasoning_config says, else as its family does; None for neither.
 
-    Raises ConfigError for what the model's tokenizer cannot write.
+    Raises ConfigError for a reasoning_config that does not suit the model.
     """
-    if texts is None:
-        return None
+    given, template = config.reasoning_config or {}, config.response_template
     if tokenizer is None:
-        raise ConfigError("reasoning_config is about text, and this model has no tokenizer; leave it out")
-    start, closing = texts["reasoning_start_str"], texts["reasoning_end_str"]
-    start_ids, closing_ids = tokenizer.encode([start, closing], add_special_tokens=False)
-    end = next((text for i in reversed(closing_ids) if (text := tokenizer.added_tokens.get(i))), closing)
+        if given:
+            raise ConfigError("reasoning_config is about text, and this model has no tokenizer; leave it out")
+        return None
+    family = family_of(getattr(tokenizer.hf, "chat_template", None))
+    if isinstance(template, str) and template != "auto":
+        family = family_named(template)
+    texts = {} if family is None else {START: family.reasoning_start, CLOSING: family.forced_end}
+    texts |= given
+    if not texts:
+        return None
+    if missing := {START, CLOSING}.difference(texts):
+        raise ConfigError(f"reasoning_config has no {missing.pop()}, and this model's is not known; give it too")
+    start_ids, closing_ids = tokenizer.encode([texts[START], texts[CLOSING]], add_special_tokens=False)
+    end = texts[CLOSING]  # the whole of it, unless a part of it is what ends thoughts
+    if family is not None and family.reasoning_end in end:
+        end = family.reasoning_end
+    elif added := [tokenizer.added_tokens[i] for i in closing_ids if i in tokenizer.added_tokens]:
+        end = added[-1]
     thoughts = Thoughts(
-        start=start.encode(),
+        start=texts[START].encode(),
         end=end.encode(),
-        answer=b"",
-        turn=b"",
+        answer=b"" if family is None or family.answer_start == family.reasoning_end else family.answer_start.encode(),
+        turn=b"" if family is None else family.turn_start.encode(),
         start_ids=tuple(start_ids),
         closing_ids=tuple(closing_ids),
         bytes_of=tokenizer.bytes_of,
     )
-    for name, ids, written in (
-        ("reasoning_start_str", start_ids, thoughts.start),
-        ("reasoning_end_str", closing_ids, thoughts.end),
-    ):
+    for name, ids, written in ((START, start_ids, thoughts.start), (CLOSING, closing_ids, thoughts.end)):
         if max(ids) >= vocab_size or written not in b"".join(map(tokenizer.bytes_of, ids)):
+            if not given:
+                return None
             raise ConfigError(f"{name}={texts[name]!r} is a text that this model cannot write; give its own")
     return thoughts
 

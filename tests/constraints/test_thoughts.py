@@ -9,7 +9,7 @@ import pytest
 from nanoinfer import LLM, ConfigError, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
-from nanoinfer.constraints.thoughts import find_thoughts
+from nanoinfer.constraints.thoughts import Thoughts, find_thoughts
 from tests.constraints.helpers import EOS, VOCAB_SIZE, allowed, encode, tiny_tokenizer
 from tests.proposers import KnownTexts, engine_of, proposing_llm
 
@@ -49,8 +49,11 @@ def rule(prompt: list[int], text: list[int], budget: int, start: list[int], end:
 
 
 def constraints_of(start: str = "<think>", end: str = "</think>", follow: bool = False, **options: Any) -> Constraints:
-    texts = {"reasoning_start_str": start, "reasoning_end_str": end}
-    thoughts = find_thoughts(texts, tiny_tokenizer(), VOCAB_SIZE)
+    config = EngineConfig("tiny", reasoning_config={"reasoning_start_str": start, "reasoning_end_str": end})
+    return constraints_with(find_thoughts(config, tiny_tokenizer(), VOCAB_SIZE), follow, **options)
+
+
+def constraints_with(thoughts: Thoughts | None, follow: bool = False, **options: Any) -> Constraints:
     return Constraints(
         tiny_tokenizer(),
         VOCAB_SIZE,
@@ -134,6 +137,7 @@ def test_what_a_request_forbids_does_not_keep_a_thought_open() -> None:
 
 
 def test_proposals_are_masked_as_tokens_one_by_one_would_be() -> None:
+    pytest.importorskip("llguidance")
     constraints, rng = constraints_of(end="\n</think>\n\n", follow=True), random.Random(0)
     kinds: list[dict[str, Any]] = [{"thinking_token_budget": n} for n in (0, 1, 3)]
     kinds += [{**kind, "structured_outputs": StructuredOutputsParams(regex="[ab]+c")} for kind in [{}, *kinds]]
@@ -216,6 +220,40 @@ def test_stop_tokens_of_a_form_count_min_tokens_from_the_beginning() -> None:
     assert EOS in after(constraints, sample, encode("2"))
 
 
+def test_a_form_of_gpt_oss_begins_after_the_text_that_begins_its_answer() -> None:
+    pytest.importorskip("llguidance")
+    thoughts = find_thoughts(EngineConfig("tiny", response_template="gpt-oss"), tiny_tokenizer(), VOCAB_SIZE)
+    constraints, begun = constraints_with(thoughts, follow=True), "<|end|><|start|>assistant"
+    analysis, final = encode("<|channel|>analysis<|message|>"), encode("<|channel|>final<|message|>")
+    commentary = encode("<|channel|>commentary<|message|>")
+    digits = allowed(constraints_of().masks([start_of(constraints_of(), **A_NUMBER)]))
+    for text in ([], [*analysis, A], [*analysis, A, *encode("<|end|><|start|>assistant"), *commentary, B]):
+        sample = start_of(constraints, begun, **A_NUMBER)
+        assert after(constraints, sample, text) == ALL - {EOS}
+        if text:
+            assert after(constraints, sample, encode("<|end|><|start|>assistant")) == ALL - {EOS}
+        assert after(constraints, sample, final) == digits
+        assert after(constraints, sample, encode("1")) == digits | {EOS}
+    assert after(constraints, start_of(constraints, begun + "<|channel|>final<|message|>", **A_NUMBER), []) == digits
+    limited = start_of(constraints, begun, thinking_token_budget=1, **A_NUMBER)
+    assert thoughts is not None
+    assert after(constraints, limited, [*analysis, A]) == {thoughts.closing_ids[0]}
+    assert after(constraints, limited, [*thoughts.closing_ids]) == digits
+
+
+def test_what_a_user_writes_of_thoughts_opens_none() -> None:
+    constraints = constraints_of()
+    asked = "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n"
+    for prompt, found in (
+        (asked, ALL),
+        (asked * 20, ALL),
+        (asked + "<think>", {*END}),
+        ("a" * 400 + "<think>", {*END}),
+    ):
+        sample = start_of(constraints, prompt, thinking_token_budget=0)
+        assert allowed(constraints.masks([sample])) == found
+
+
 # -------- Engines -----------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +309,8 @@ def test_an_engine_closes_thoughts_as_the_rule_says(expected: list[RequestOutput
 )
 def test_chunks_and_preemption_change_no_budget(expected: list[RequestOutput], options: dict[str, Any]) -> None:
     with LLM("tiny", reasoning_config=CONFIG, **{**SIZES, **options}) as llm:
+        if "num_kvcache_blocks" in options:
+            engine_of(llm).scheduler.reserved_tokens = 0  # so that blocks do run short
         for _ in range(2):  # the second time all prompts are prefix hits
             outputs = llm.generate(PROMPTS, params_with(BUDGETS), use_tqdm=False)
             assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
@@ -324,7 +364,7 @@ def test_a_budget_needs_to_know_what_a_thought_is() -> None:
     ("config", "message"),
     [
         ("x", "reasoning_config='x' is no dict; use {'reasoning_start_str': '<think>', "),
-        ({"reasoning_start_str": "<think>"}, "reasoning_config has no reasoning_end_str; use {"),
+        ({"reasoning_parser": "qwen3"}, "reasoning_config has no option 'reasoning_parser'; did you mean 'respo"),
         ({**CONFIG, "reasoning_end_str": ""}, "reasoning_config has reasoning_end_str='', no text; use {"),
         ({**CONFIG, "reasoning_end": "x"}, "reasoning_config has no option 'reasoning_end'; did you mean 'reasoning_"),
     ],
@@ -333,6 +373,27 @@ def test_a_wrong_reasoning_config_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         EngineConfig("m", reasoning_config=config)
     assert message in str(raised.value)
+
+
+def test_texts_of_thoughts_are_those_of_the_family_and_can_be_replaced() -> None:
+    def found(**options: Any) -> Any:
+        return find_thoughts(EngineConfig("tiny", **options), tiny_tokenizer(), VOCAB_SIZE)
+
+    own = found()  # its chat template is written as Qwen3's
+    assert (own.start, own.end, own.closing_ids, own.start_ids) == (b"<think>", b"</think>", (*NEWLINES,), (*THINK,))
+    assert own.turn == b"<|im_start|>assistant"
+    longer = found(reasoning_config={"reasoning_end_str": "I know it.</think>"})
+    assert (longer.end, longer.start) == (b"</think>", b"<think>")
+    assert bytes(tiny_tokenizer().decode([*longer.closing_ids]), "ascii") == b"I know it.</think>"
+    other = found(reasoning_config={"reasoning_start_str": "<tool_call>", "reasoning_end_str": "ab</tool_call>\n"})
+    assert (other.start, other.end) == (b"<tool_call>", b"</tool_call>"), "the last token that is one by itself"
+    harmony = found(response_template="gpt-oss")
+    assert (harmony.end, harmony.answer) == (b"<|end|>", b"<|channel|>final<|message|>")
+    with pytest.raises(ConfigError, match="reasoning_start_str='<think>' is a text that this model cannot write"):
+        find_thoughts(EngineConfig("tiny", reasoning_config=CONFIG), tiny_tokenizer(), THINK[0])
+    assert find_thoughts(EngineConfig("tiny"), tiny_tokenizer(), THINK[0]) is None
+    with pytest.raises(ConfigError, match="is about text, and this model has no tokenizer"):
+        find_thoughts(EngineConfig("tiny", reasoning_config=CONFIG), None, VOCAB_SIZE)
 
 
 def test_a_reasoning_config_may_have_vllms_first_names() -> None:
