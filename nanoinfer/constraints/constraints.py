@@ -68,6 +68,10 @@ class Constraints:
         """Return whether any of these ask for something."""
         return any(map(_asks, {id(one): one for one in params}.values()))
 
+    def takes_time(self, params: Sequence[SamplingParams]) -> bool:
+        """Return whether any of these ask for something that takes time to compile."""
+        return any(map(_asks_for_masks, {id(one): one for one in params}.values()))
+
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their constraints; add what is wrong with a constraint to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
@@ -365,15 +369,17 @@ class SampleConstraint:
 
     def _think(self, thinking: Thinking, token_id: int) -> bool:
         """Take the newest token while it may be of a thought; return whether it is the form's."""
+        if self.matcher is None:
+            thinking.append(token_id)
+            self.follows_tokens = self.plan.follows_tokens or thinking.needs_newest
+            return False
         if token_id == self.start_id:
             thinking.begin()
             self.is_in_form = False
         is_of_form = self.is_in_form
         thinking.append(token_id)
-        self.is_in_form = is_of_form or thinking.is_answer
-        self.follows_tokens = self.plan.follows_tokens or thinking.needs_newest
-        if self.matcher is not None and self.is_in_form:
-            self.thinking = None  # nothing in a form is a thought
+        if is_of_form or thinking.is_answer:
+            self.is_in_form, self.thinking = True, None  # nothing in a form is a thought
         return is_of_form
 
     def num_allowed(self, proposals: Sequence[int]) -> int:
@@ -488,10 +494,14 @@ def _or_raise(result: Result | RequestError) -> Result:
 
 
 def _asks(params: SamplingParams) -> bool:
+    return params.thinking_token_budget is not None or _asks_for_masks(params)
+
+
+def _asks_for_masks(params: SamplingParams) -> bool:
+    """Return whether a request asks for something that limits all its tokens."""
     return bool(
         params.structured_outputs is not None
         or params.allowed_token_ids is not None
         or params.bad_words
         or params.logits_processors
-        or params.thinking_token_budget is not None
     )

@@ -25,7 +25,7 @@ class Thoughts:
     """Says how a model writes its thoughts.
 
     start, end: the texts around a thought, in UTF-8. answer: the text after which the answer begins; b"" where it
-    follows the thought. turn: the text of a prompt after which an answer is to be written; b"" where it is not known.
+    follows the thought. turns: the texts of a prompt after which the answer is to be written, where they are known.
     start_ids: tokens that write `start`. closing_ids: tokens that close a thought early. bytes_of: returns the bytes of
     a token.
     """
@@ -33,25 +33,21 @@ class Thoughts:
     start: bytes
     end: bytes
     answer: bytes
-    turn: bytes
+    turns: tuple[bytes, ...]
     start_ids: tuple[int, ...]
     closing_ids: tuple[int, ...]
     bytes_of: Callable[[int], bytes]
 
-    @property
-    def num_kept(self) -> int:
-        """Return how many bytes at the end of a text may belong to one of these texts."""
-        return max(map(len, (self.start, self.end, self.answer)))
-
     def read_end(self, prompt: Sequence[int]) -> list[bytes]:
-        """Return the last tokens of a prompt as bytes, those of the turn that is to be answered among them.
+        """Return the last tokens of a prompt as bytes, all after the last of `turns` among them.
 
-        Where the prompt has no `turn`, these are all tokens.
+        Where the prompt has none of these, they are all its tokens.
         """
-        num_last = NUM_LAST if self.turn else len(prompt)
+        num_last = NUM_LAST if self.turns else len(prompt)
         while True:
             parts = [*map(self.bytes_of, prompt[-num_last:])]
-            if num_last >= len(prompt) or self.turn in b"".join(parts):
+            text = b"".join(parts)
+            if num_last >= len(prompt) or any(turn in text for turn in self.turns):
                 return parts
             num_last *= 4
 
@@ -63,7 +59,7 @@ class Thinking:
     that must come next. may_begin: whether the completion may begin with a thought: the prompt has none.
     """
 
-    __slots__ = ("_budget", "_is_answer", "_tail", "_thoughts", "forced", "may_begin", "num_tokens")
+    __slots__ = ("_budget", "_is_answer", "_num_kept", "_tail", "_thoughts", "forced", "may_begin", "num_tokens")
 
     def __init__(self, thoughts: Thoughts, budget: int | None, prompt: Sequence[int]) -> None:
         self._thoughts, self._budget = thoughts, math.inf if budget is None else budget
@@ -71,19 +67,22 @@ class Thinking:
         self.forced: tuple[int, ...] = ()
         parts = thoughts.read_end(prompt)
         text = b"".join(parts)
-        turn = _after_last(thoughts.turn, text, 0)
+        turn = max(
+            (after for turn in thoughts.turns if (after := _after_last(turn, text, 0)) is not None), default=None
+        )
         started = _after_last(thoughts.start, text, turn or 0)
         ended = _after_last(thoughts.end, text, started or turn or 0)
         if started is not None and ended is None:
             begins = accumulate(map(len, parts), initial=0)
             self.num_tokens = sum(begin >= started for begin, _ in zip(begins, parts, strict=False))
-        # Without `turn`, the thought may be that of an earlier answer.
+        # Where no turn is found, the thought may be that of an earlier answer.
         is_over = ended is not None and (turn is not None or not text[ended:].strip())
         self.may_begin = self.num_tokens is None and not is_over
         behind = ended or started or turn or 0
         answered = _after_last(thoughts.answer, text, behind)
         self._is_answer = not thoughts.answer or answered is not None
-        self._tail = text[answered or behind :][-thoughts.num_kept :]
+        self._num_kept = max(map(len, (thoughts.start, thoughts.end, thoughts.answer)))
+        self._tail = text[answered or behind :][-self._num_kept :]  # may have the beginning of one of these
         self._close_late()
 
     @property
@@ -110,14 +109,15 @@ class Thinking:
             self.num_tokens = 0
         elif self._thoughts.answer and self._has_come(self._thoughts.answer):
             self._is_answer = True
-        self._tail = self._tail[-self._thoughts.num_kept :]
+        self._tail = self._tail[-self._num_kept :]
         self._close_late()
 
     def _has_come(self, text: bytes) -> bool:
-        """Return whether a text is complete; what follows it is new."""
-        _, found, after = self._tail.partition(text)
-        self._tail = after if found else self._tail
-        return bool(found)
+        """Return whether a text is complete; only what follows it is kept then."""
+        if text not in self._tail:
+            return False
+        self._tail = self._tail.partition(text)[2]
+        return True
 
     def _close_late(self) -> None:
         """Have a thought closed that has used up its budget."""
@@ -154,7 +154,7 @@ def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size:
         start=texts[START].encode(),
         end=end.encode(),
         answer=b"" if family is None or family.answer_start == family.reasoning_end else family.answer_start.encode(),
-        turn=b"" if family is None else family.turn_start.encode(),
+        turns=() if family is None else (family.turn_start.encode(),),
         start_ids=tuple(start_ids),
         closing_ids=tuple(closing_ids),
         bytes_of=tokenizer.bytes_of,

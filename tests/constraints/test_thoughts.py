@@ -381,7 +381,7 @@ def test_texts_of_thoughts_are_those_of_the_family_and_can_be_replaced() -> None
 
     own = found()  # its chat template is written as Qwen3's
     assert (own.start, own.end, own.closing_ids, own.start_ids) == (b"<think>", b"</think>", (*NEWLINES,), (*THINK,))
-    assert own.turn == b"<|im_start|>assistant"
+    assert own.turns == (b"<|im_start|>assistant",)
     longer = found(reasoning_config={"reasoning_end_str": "I know it.</think>"})
     assert (longer.end, longer.start) == (b"</think>", b"<think>")
     assert bytes(tiny_tokenizer().decode([*longer.closing_ids]), "ascii") == b"I know it.</think>"
@@ -400,3 +400,10 @@ def test_a_reasoning_config_may_have_vllms_first_names() -> None:
     config = {"think_start_str": "<think>", "think_end_str": "\n</think>\n\n"}
     assert EngineConfig("m", reasoning_config=config).reasoning_config == CONFIG
     assert "reasoning_config" in EngineConfig("m", reasoning_config=config).settings_of_answers()
+
+
+def test_a_call_with_budgets_alone_is_prepared_in_portions() -> None:
+    constraints, budget = constraints_of(), SamplingParams(thinking_token_budget=5)
+    assert constraints.is_asked([budget])
+    assert not constraints.takes_time([budget, SamplingParams()])
+    assert constraints.takes_time([budget, SamplingParams(bad_words=["a"])])
