@@ -24,15 +24,15 @@ NUM_LAST = 64  # tokens at the end of a prompt that are looked at first
 class Thoughts:
     """Says how a model writes its thoughts.
 
-    start, end: the texts around a thought, in UTF-8. answer: the text after which the answer begins; b"" where it
-    follows the thought. turns: the texts of a prompt after which the answer is to be written, where they are known.
-    start_ids: tokens that write `start`. closing_ids: tokens that close a thought early. bytes_of: returns the bytes of
-    a token.
+    start, end: the texts around a thought, in UTF-8. answer: the texts after which the answer begins, in their order
+    and with others between them; none where it follows the thought. turns: the texts of a prompt after which the answer
+    is to be written, as far as they are known. start_ids: tokens that write `start`. closing_ids: tokens that close a
+    thought early. bytes_of: returns the bytes of a token.
     """
 
     start: bytes
     end: bytes
-    answer: bytes
+    answer: tuple[bytes, ...]
     turns: tuple[bytes, ...]
     start_ids: tuple[int, ...]
     closing_ids: tuple[int, ...]
@@ -59,7 +59,7 @@ class Thinking:
     that must come next. may_begin: whether the completion may begin with a thought: the prompt has none.
     """
 
-    __slots__ = ("_budget", "_is_answer", "_num_kept", "_tail", "_thoughts", "forced", "may_begin", "num_tokens")
+    __slots__ = ("_before_answer", "_budget", "_num_kept", "_tail", "_thoughts", "forced", "may_begin", "num_tokens")
 
     def __init__(self, thoughts: Thoughts, budget: int | None, prompt: Sequence[int]) -> None:
         self._thoughts, self._budget = thoughts, math.inf if budget is None else budget
@@ -78,17 +78,19 @@ class Thinking:
         # Where no turn is found, the thought may be that of an earlier answer.
         is_over = ended is not None and (turn is not None or not text[ended:].strip())
         self.may_begin = self.num_tokens is None and not is_over
-        behind = ended or started or turn or 0
-        answered = _after_last(thoughts.answer, text, behind)
-        self._is_answer = not thoughts.answer or answered is not None
-        self._num_kept = max(map(len, (thoughts.start, thoughts.end, thoughts.answer)))
-        self._tail = text[answered or behind :][-self._num_kept :]  # may have the beginning of one of these
+        # Texts that are still to come before the answer; a prompt without a turn is no chat.
+        self._before_answer = thoughts.answer if turn is not None else ()
+        self._num_kept = max(map(len, (thoughts.start, thoughts.end, *thoughts.answer)))
+        self._tail = text[ended or started or turn or 0 :]
+        while self.num_tokens is None and self._before_answer and self._has_come(self._before_answer[0]):
+            self._before_answer = self._before_answer[1:]
+        self._tail = self._tail[-self._num_kept :]  # may have the beginning of one of the texts
         self._close_late()
 
     @property
     def is_answer(self) -> bool:
         """Return whether the next token belongs to the answer."""
-        return self._is_answer and self.num_tokens is None and not self.forced
+        return not self._before_answer and self.num_tokens is None and not self.forced
 
     @property
     def needs_newest(self) -> bool:
@@ -107,8 +109,8 @@ class Thinking:
             self.num_tokens = None if self._has_come(self._thoughts.end) else self.num_tokens + 1
         elif self._has_come(self._thoughts.start):
             self.num_tokens = 0
-        elif self._thoughts.answer and self._has_come(self._thoughts.answer):
-            self._is_answer = True
+        elif self._before_answer and self._has_come(self._before_answer[0]):
+            self._before_answer = self._before_answer[1:]
         self._tail = self._tail[-self._num_kept :]
         self._close_late()
 
@@ -150,10 +152,12 @@ def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size:
         end = family.reasoning_end
     elif added := [tokenizer.added_tokens[i] for i in closing_ids if i in tokenizer.added_tokens]:
         end = added[-1]
+    answer = "" if family is None or family.answer_start == family.reasoning_end else family.answer_start
+    channel, mark, message = answer.rpartition("<|")  # between them gpt-oss may say <|constrain|>json
     thoughts = Thoughts(
         start=texts[START].encode(),
         end=end.encode(),
-        answer=b"" if family is None or family.answer_start == family.reasoning_end else family.answer_start.encode(),
+        answer=(channel.encode(), (mark + message).encode()) if answer else (),
         turns=() if family is None else (family.turn_start.encode(),),
         start_ids=tuple(start_ids),
         closing_ids=tuple(closing_ids),

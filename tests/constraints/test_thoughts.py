@@ -235,6 +235,9 @@ def test_a_form_of_gpt_oss_begins_after_the_text_that_begins_its_answer() -> Non
         assert after(constraints, sample, final) == digits
         assert after(constraints, sample, encode("1")) == digits | {EOS}
     assert after(constraints, start_of(constraints, begun + "<|channel|>final<|message|>", **A_NUMBER), []) == digits
+    named = encode("<|channel|>final <|constrain|>json<|message|>")
+    assert after(constraints, start_of(constraints, begun, **A_NUMBER), named) == digits
+    assert after(constraints, start_of(constraints, "no chat", **A_NUMBER), []) == digits
     limited = start_of(constraints, begun, thinking_token_budget=1, **A_NUMBER)
     assert thoughts is not None
     assert after(constraints, limited, [*analysis, A]) == {thoughts.closing_ids[0]}
@@ -388,7 +391,7 @@ def test_texts_of_thoughts_are_those_of_the_family_and_can_be_replaced() -> None
     other = found(reasoning_config={"reasoning_start_str": "<tool_call>", "reasoning_end_str": "ab</tool_call>\n"})
     assert (other.start, other.end) == (b"<tool_call>", b"</tool_call>"), "the last token that is one by itself"
     harmony = found(response_template="gpt-oss")
-    assert (harmony.end, harmony.answer) == (b"<|end|>", b"<|channel|>final<|message|>")
+    assert (harmony.end, harmony.answer) == (b"<|end|>", (b"<|channel|>final", b"<|message|>"))
     with pytest.raises(ConfigError, match="reasoning_start_str='<think>' is a text that this model cannot write"):
         find_thoughts(EngineConfig("tiny", reasoning_config=CONFIG), tiny_tokenizer(), THINK[0])
     assert find_thoughts(EngineConfig("tiny"), tiny_tokenizer(), THINK[0]) is None
