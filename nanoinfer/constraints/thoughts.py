@@ -157,14 +157,14 @@ def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size:
     thoughts = Thoughts(
         start=texts[START].encode(),
         end=end.encode(),
-        answer=(channel.encode(), (mark + message).encode()) if answer else (),
+        answer=tuple(text.encode() for text in (channel, mark + message) if text),
         turns=() if family is None else (family.turn_start.encode(),),
         start_ids=tuple(start_ids),
         closing_ids=tuple(closing_ids),
         bytes_of=tokenizer.bytes_of,
     )
     for name, ids, written in ((START, start_ids, thoughts.start), (CLOSING, closing_ids, thoughts.end)):
-        if max(ids) >= vocab_size or written not in b"".join(map(tokenizer.bytes_of, ids)):
+        if max(ids, default=0) >= vocab_size or written not in b"".join(map(tokenizer.bytes_of, ids)):
             if not given:
                 return None
             raise ConfigError(f"{name}={texts[name]!r} is a text that this model cannot write; give its own")
