@@ -147,8 +147,8 @@ def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size:
     if missing := {START, CLOSING}.difference(texts):
         raise ConfigError(f"reasoning_config has no {missing.pop()}, and this model's is not known; give it too")
     start_ids, closing_ids = tokenizer.encode([texts[START], texts[CLOSING]], add_special_tokens=False)
-    end = texts[CLOSING]  # the whole of it, unless a part of it is what ends thoughts
-    if family is not None and family.reasoning_end in end:
+    end = texts[CLOSING]  # the whole of it, unless a part of it is what ends thoughts by itself
+    if family is not None and (family.reasoning_end in end or texts[START] == family.reasoning_start):
         end = family.reasoning_end
     elif added := [tokenizer.added_tokens[i] for i in closing_ids if i in tokenizer.added_tokens]:
         end = added[-1]
@@ -167,7 +167,9 @@ def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size:
         if max(ids, default=0) >= vocab_size or written not in b"".join(map(tokenizer.bytes_of, ids)):
             if not given:
                 return None
-            raise ConfigError(f"{name}={texts[name]!r} is a text that this model cannot write; give its own")
+            raise ConfigError(
+                f"{name}={texts[name]!r} does not write {written.decode()!r} with this model's tokens; give a text that does"
+            )
     return thoughts
 
 

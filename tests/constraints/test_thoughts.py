@@ -392,8 +392,12 @@ def test_texts_of_thoughts_are_those_of_the_family_and_can_be_replaced() -> None
     assert (other.start, other.end) == (b"<tool_call>", b"</tool_call>"), "the last token that is one by itself"
     harmony = found(response_template="gpt-oss")
     assert (harmony.end, harmony.answer) == (b"<|end|>", (b"<|channel|>final", b"<|message|>"))
-    with pytest.raises(ConfigError, match="reasoning_start_str='<think>' is a text that this model cannot write"):
+    with pytest.raises(ConfigError, match="reasoning_start_str='<think>' does not write '<think>' with this model's"):
         find_thoughts(EngineConfig("tiny", reasoning_config=CONFIG), tiny_tokenizer(), THINK[0])
+    with pytest.raises(
+        ConfigError, match=r"reasoning_end_str='Enough\.' does not write '</think>' with this model's t"
+    ):
+        found(reasoning_config={"reasoning_end_str": "Enough."})
     assert find_thoughts(EngineConfig("tiny"), tiny_tokenizer(), THINK[0]) is None
     with pytest.raises(ConfigError, match="is about text, and this model has no tokenizer"):
         find_thoughts(EngineConfig("tiny", reasoning_config=CONFIG), None, VOCAB_SIZE)
