@@ -168,7 +168,7 @@ def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size:
             if not given:
                 return None
             raise ConfigError(
-                f"{name}={texts[name]!r} does not write {written.decode()!r} with this model's tokens; give a text that does"
+                f"{name}={texts[name]!r} does not write {written.decode()!r} with this model's tokens; give another"
             )
     return thoughts
 
