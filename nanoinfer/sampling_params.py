@@ -91,7 +91,7 @@ def _allowed(name: str, value: Any) -> Any:
 def _budget() -> Any:
     remedy = "use 0 to close a thought at once, or None for no limit"
     check = whole(None, -1, remedy, may_be_none=True).metadata["check"]
-    return option(None, lambda name, value: None if value == -1 else check(name, value))
+    return option(None, lambda name, value: None if (checked := check(name, value)) == -1 else checked)
 
 
 def _structured_outputs(name: str, value: Any) -> Any:
