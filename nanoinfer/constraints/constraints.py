@@ -241,6 +241,13 @@ class Constraints:
                 f"min_tokens={params.min_tokens} forbids stop tokens at first, and one of them, {min(forbidden)}, "
                 "closes a thought; leave out min_tokens or thinking_token_budget"
             )
+        # A form that begins as a message of gpt-oss does, such as a tool call, has a place for the thought itself.
+        if grammar is not None and thoughts.answer and token_sets.has(grammar.first_mask, thoughts.start_ids[0]):
+            if budget is None:
+                return None
+            raise RequestError(
+                f"thinking_token_budget={budget} cannot end a thought that is a part of {grammar.name}; leave one out"
+            )
         return thoughts
 
     def _all_but(self, token_ids: frozenset[int]) -> Bits:

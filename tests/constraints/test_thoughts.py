@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_proposals_are_masked_as_tokens_one_by_one_would_be() -> None:
 # -------- Forms after thoughts ----------------------------------------------------------------------------------------
 
 
-DIGITS = {token_id for token_id in range(VOCAB_SIZE) if set(tiny_tokenizer().decode([token_id])) <= {*"0123456789"}}
+DIGITS = {i for i in range(EOS) if re.fullmatch("[0-9]+", tiny_tokenizer().decode([i]))}
 A_NUMBER: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")}
 
 
@@ -242,6 +243,17 @@ def test_a_form_of_gpt_oss_begins_after_the_text_that_begins_its_answer() -> Non
     assert thoughts is not None
     assert after(constraints, limited, [*analysis, A]) == {thoughts.closing_ids[0]}
     assert after(constraints, limited, [*thoughts.closing_ids]) == digits
+
+
+def test_a_form_of_gpt_oss_may_have_a_place_for_the_thought_itself() -> None:
+    pytest.importorskip("llguidance")
+    thoughts = find_thoughts(EngineConfig("tiny", response_template="gpt-oss"), tiny_tokenizer(), VOCAB_SIZE)
+    constraints, call = constraints_with(thoughts, follow=True), "<|channel|>commentary to=f<|message|>"
+    form: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(regex=re.escape(call) + "[0-9]+")}
+    begun = start_of(constraints, "<|start|>assistant", **form)
+    assert after(constraints, begun, encode(call)) == {*DIGITS}
+    with pytest.raises(RequestError, match="thinking_token_budget=5 cannot end a thought that is a part of structured"):
+        start_of(constraints, "<|start|>assistant", thinking_token_budget=5, **form)
 
 
 def test_what_a_user_writes_of_thoughts_opens_none() -> None:
