@@ -131,31 +131,46 @@ class Constraints:
         sets = new_bits((len(in_set), self._num_words))
         for sample, row in zip(in_set.values(), sets, strict=True):
             sample.write_token_set(row)
-        masked = [*in_grammar, *before_form, *forced]
-        grammars = new_bits((len(masked), self._num_words))
-        self._fill([*in_grammar.values()], grammars)
-        set_rows = dict(zip(in_set, sets, strict=True))
-        also_in_set = {row: set_rows[index] for row, index in enumerate(in_grammar) if index in set_rows}
-        _place_stop_tokens([*in_grammar.values()], grammars, also_in_set)
-        for place, sample in enumerate(in_grammar.values()):
-            if (start_id := sample.start_id) is not None:
-                token_sets.add(grammars[place], [start_id])
-        for index, row in zip(masked[len(in_grammar) :], grammars[len(in_grammar) :], strict=True):
-            if index in forced:
-                row[:] = 0
-                token_sets.add(row, [forced[index]])
-            else:
-                row[:] = before_form[index].plan.before_form
+        forms = in_grammar, before_form, forced
         functions = {
             index: (sample.plan.functions, [*sample.token_ids])
             for index, sample in followed.items()
             if sample.plan.functions and index not in forced
         }
         return TokenMasks(
-            RowMasks(masked, grammars) if masked else None,
+            self._form_masks(*forms, dict(zip(in_set, sets, strict=True)), new_bits) if any(forms) else None,
             RowMasks([*in_set], sets) if in_set else None,
             functions,
         )
+
+    def _form_masks(
+        self,
+        in_grammar: dict[int, "SampleConstraint"],
+        before_form: dict[int, "SampleConstraint"],
+        forced: dict[int, int],
+        sets: dict[int, Bits],
+        new_bits: Callable[[tuple[int, int]], Bits],
+    ) -> RowMasks:
+        """Return the masks of tokens that grammars decide about, that come before a form, and that are forced.
+
+        sets: the masks of token sets, by the indices of their tokens.
+        """
+        masked = [*in_grammar, *before_form, *forced]
+        masks = new_bits((len(masked), self._num_words))
+        samples = [*in_grammar.values()]
+        self._fill(samples, masks)
+        also_in_set = {row: sets[index] for row, index in enumerate(in_grammar) if index in sets}
+        _place_stop_tokens(samples, masks, also_in_set)
+        for row, sample in enumerate(samples):
+            if sample.thinking is not None and sample.start_id is not None:
+                token_sets.add(masks[row], [sample.start_id])
+        for index, mask in zip(masked[len(samples) :], masks[len(samples) :], strict=True):
+            if index in forced:
+                mask[:] = 0
+                token_sets.add(mask, [forced[index]])
+            else:
+                mask[:] = before_form[index].plan.before_form
+        return RowMasks(masked, masks)
 
     def _compile(
         self, params: Sequence[SamplingParams], use_tqdm: bool
