@@ -116,61 +116,33 @@ class Constraints:
         self, followed: dict[int, "SampleConstraint"], new_bits: Callable[[tuple[int, int]], Bits]
     ) -> TokenMasks:
         """Return the masks of some tokens of a step, each by its constraint, which knows the tokens before it."""
-        in_set: dict[int, SampleConstraint] = {}
-        in_grammar: dict[int, SampleConstraint] = {}
-        before_form: dict[int, SampleConstraint] = {}
-        forced: dict[int, int] = {}  # the token that comes next
-        for index, sample in followed.items():
-            if sample.thinking is not None and sample.thinking.forced:
-                forced[index] = sample.thinking.forced[0]
-                continue
-            if sample.plan.token_set is not None:
-                in_set[index] = sample
-            if sample.matcher is not None:
-                (in_grammar if sample.is_in_form else before_form)[index] = sample
+        in_set = {index: sample for index, sample in followed.items() if sample.plan.token_set is not None}
+        in_grammar = {index: sample for index, sample in followed.items() if sample.matcher is not None}
+        thinking = {index: sample for index, sample in followed.items() if sample.thinking is not None}
+        told = {index: bits for index, sample in thinking.items() if (bits := self._told(sample)) is not None}
         sets = new_bits((len(in_set), self._num_words))
         for sample, row in zip(in_set.values(), sets, strict=True):
             sample.write_token_set(row)
-        forms = in_grammar, before_form, forced
-        functions = {
-            index: (sample.plan.functions, [*sample.token_ids])
-            for index, sample in followed.items()
-            if sample.plan.functions and index not in forced
-        }
+        grammars = new_bits((len(in_grammar) + len(told), self._num_words))
+        self._fill([*in_grammar.values()], grammars)
+        set_rows = dict(zip(in_set, sets, strict=True))
+        also_in_set = {row: set_rows[index] for row, index in enumerate(in_grammar) if index in set_rows}
+        _place_stop_tokens([*in_grammar.values()], grammars, also_in_set)
+        functions = {i: (one.plan.functions, [*one.token_ids]) for i, one in followed.items() if one.plan.functions}
+        masked = [*in_grammar, *told]
+        if thinking:
+            _add_thoughts(thinking, told, dict(zip(masked, grammars, strict=True)), set_rows, functions)
         return TokenMasks(
-            self._form_masks(*forms, dict(zip(in_set, sets, strict=True)), new_bits) if any(forms) else None,
+            RowMasks(masked, grammars) if masked else None,
             RowMasks([*in_set], sets) if in_set else None,
             functions,
         )
 
-    def _form_masks(
-        self,
-        in_grammar: dict[int, "SampleConstraint"],
-        before_form: dict[int, "SampleConstraint"],
-        forced: dict[int, int],
-        sets: dict[int, Bits],
-        new_bits: Callable[[tuple[int, int]], Bits],
-    ) -> RowMasks:
-        """Return the masks of tokens that grammars decide about, that come before a form, and that are forced.
-
-        sets: the masks of token sets, by the indices of their tokens.
-        """
-        masked = [*in_grammar, *before_form, *forced]
-        masks = new_bits((len(masked), self._num_words))
-        samples = [*in_grammar.values()]
-        self._fill(samples, masks)
-        also_in_set = {row: sets[index] for row, index in enumerate(in_grammar) if index in sets}
-        _place_stop_tokens(samples, masks, also_in_set)
-        for row, sample in enumerate(samples):
-            if sample.thinking is not None and sample.start_id is not None:
-                token_sets.add(masks[row], [sample.start_id])
-        for index, mask in zip(masked[len(samples) :], masks[len(samples) :], strict=True):
-            if index in forced:
-                mask[:] = 0
-                token_sets.add(mask, [forced[index]])
-            else:
-                mask[:] = before_form[index].plan.before_form
-        return RowMasks(masked, masks)
+    def _told(self, sample: "SampleConstraint") -> Bits | None:
+        """Return the tokens that may come next where no grammar says it: the forced one, or those before a form."""
+        if sample.thinking is not None and sample.thinking.forced:
+            return token_sets.set_of([sample.thinking.forced[0]], self._vocab_size)
+        return None if sample.waiting is None else sample.plan.before_form
 
     def _compile(
         self, params: Sequence[SamplingParams], use_tqdm: bool
@@ -203,7 +175,7 @@ class Constraints:
             assert constraint.plan.grammar is not None, "it was found to have one"
             if constraint.error is not None:
                 masks[row] = 0
-            elif constraint.num_in_form == 0:
+            elif len(constraint.token_ids) == constraint.form_start:
                 masks[row] = constraint.plan.grammar.first_mask
             else:
                 matchers.append((constraint.template, constraint.matcher, row))
@@ -326,21 +298,21 @@ class SampleConstraint:
 
     matcher: where its text is in the grammar, if it has one. template: what that was copied from, by number.
     token_ids: the completion's. failure: an error that was found out ahead, and the tokens after which it comes.
-    thinking: where it is in its thoughts, as long as that matters. is_in_form: whether the next token is the form's.
-    num_in_form: how many were.
+    thinking: where it is in its thoughts, as long as that matters. waiting: the matcher, until the form begins.
+    form_start: how many tokens come before the form.
     """
 
     __slots__ = (
         "error",
         "failure",
         "follows_tokens",
-        "is_in_form",
+        "form_start",
         "matcher",
-        "num_in_form",
         "plan",
         "template",
         "thinking",
         "token_ids",
+        "waiting",
     )
 
     def __init__(self, plan: RequestConstraint, prompt: Sequence[int]) -> None:
@@ -353,12 +325,14 @@ class SampleConstraint:
         self.error: str | None = None
         self.failure: tuple[list[int], str] | None = None
         self.thinking: Thinking | None = None
-        self.is_in_form, self.num_in_form = True, 0
+        self.waiting: Any = None
+        self.form_start = 0
         self.follows_tokens = plan.follows_tokens
         if plan.thoughts is not None:
             self.thinking = Thinking(plan.thoughts, plan.budget, prompt)
-            self.is_in_form = plan.before_form is None or self.thinking.is_answer
             self.follows_tokens = plan.follows_tokens or self.thinking.needs_newest
+            if not self.thinking.is_answer:
+                self.waiting, self.matcher = self.matcher, None
 
     def append(self, token_id: int) -> bool:
         """Take the sample's newest token; return whether the text is complete with it.
@@ -366,12 +340,12 @@ class SampleConstraint:
         It is complete where the grammar allows nothing more, and with a stop token. Both end it over min_tokens and
         ignore_eos.
         """
-        is_of_form = self.thinking is None or self._think(self.thinking, token_id)
-        self.num_in_form += is_of_form
         self.token_ids.append(token_id)
         if self.failure is not None and self.failure[0] == self.token_ids:
             self.error = self.failure[1]
-        if self.matcher is None or self.error is not None or not is_of_form:
+        if self.thinking is not None and not self._is_of_form(self.thinking, token_id):
+            return False
+        if self.matcher is None or self.error is not None:
             return False
         if token_id in self.plan.stop_ids:  # which no matcher takes
             if self.matcher.is_accepting():
@@ -385,24 +359,24 @@ class SampleConstraint:
 
     @property
     def start_id(self) -> int | None:
-        """Return which token may come next in place of the form's and begin a thought; only a first token may."""
-        can_begin = self.thinking is not None and self.thinking.may_begin and not self.token_ids
+        """Return which token may come first, in place of the form's, and begin a thought."""
+        can_begin = self.matcher is not None and self.thinking is not None and self.thinking.may_begin
         return self.plan.start_id if can_begin else None
 
-    def _think(self, thinking: Thinking, token_id: int) -> bool:
-        """Take the newest token while it may be of a thought; return whether it is the form's."""
-        if self.matcher is None:
-            thinking.append(token_id)
-            self.follows_tokens = self.plan.follows_tokens or thinking.needs_newest
-            return False
-        if token_id == self.start_id:
+    def _is_of_form(self, thinking: Thinking, token_id: int) -> bool:
+        """Return whether the newest token is the form's; else take it as one that comes before, or has no form."""
+        if self.matcher is not None:  # so this is the first token
+            if token_id != self.plan.start_id or not thinking.may_begin:
+                self.thinking = None  # nothing in a form is a thought
+                return True
             thinking.begin()
-            self.is_in_form = False
-        is_of_form = self.is_in_form
+            self.waiting, self.matcher = self.matcher, None
         thinking.append(token_id)
-        if is_of_form or thinking.is_answer:
-            self.is_in_form, self.thinking = True, None  # nothing in a form is a thought
-        return is_of_form
+        self.follows_tokens = self.plan.follows_tokens or thinking.needs_newest
+        if self.waiting is not None and thinking.is_answer:
+            self.waiting, self.matcher, self.thinking = None, self.waiting, None
+            self.form_start = len(self.token_ids)
+        return False
 
     def num_allowed(self, proposals: Sequence[int]) -> int:
         """Return how many of these tokens, from the first one on, the grammar allows to follow."""
@@ -417,6 +391,8 @@ class SampleConstraint:
         fork.token_ids, fork.thinking = self.token_ids.copy(), copy.copy(self.thinking)
         if self.matcher is not None:
             fork.matcher = self.matcher.deep_copy()
+        if self.waiting is not None:
+            fork.waiting = self.waiting.deep_copy()
         return fork
 
     def write_token_set(self, row: Bits) -> None:
@@ -477,6 +453,30 @@ def _place_stop_tokens(constraints: list[SampleConstraint], masks: Bits, sets: d
     for row, set_row in sets.items():
         if not (masks[row] & set_row).any():
             constraints[row].end(masks[row], set_row)
+
+
+def _add_thoughts(
+    thinking: dict[int, SampleConstraint],
+    told: dict[int, Bits],
+    masks: dict[int, Bits],
+    sets: dict[int, Bits],
+    functions: dict[int, Any],
+) -> None:
+    """Write what may be drawn within thoughts, and what begins or ends one, into the masks of a step.
+
+    All are given by their tokens' indices. told: those masks that are known already. A forced token is not forbidden by
+    sets, and not shown to functions.
+    """
+    for index, sample in thinking.items():
+        assert sample.thinking is not None, "it was found to think"
+        if index in told:
+            masks[index][:] = told[index]
+        elif sample.start_id is not None:
+            token_sets.add(masks[index], [sample.start_id])
+        if sample.thinking.forced:
+            functions.pop(index, None)
+            if index in sets:
+                sets[index][:] = told[index]
 
 
 def _forbidden(token_ids: dict[int, int], masks: TokenMasks) -> set[int]:
