@@ -347,7 +347,7 @@ def _checked_reasoning(config: Any) -> dict[str, str] | None:
         return None
     if not isinstance(config, Mapping):
         raise ConfigError(f"reasoning_config={config!r:.200} is no dict; use {REASONING_EXAMPLE}, say")
-    renamed: dict[str, Any] = {OLD_REASONING_NAMES.get(name, name): value for name, value in config.items()}
+    renamed = {OLD_REASONING_NAMES.get(str(name), str(name)): value for name, value in config.items()}
     try:
         given = check_names(
             "reasoning_config", renamed, REASONING_NAMES, {"reasoning_parser": "response_template of LLM"}
