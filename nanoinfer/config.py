@@ -29,6 +29,9 @@ Quantization = Literal["fp8", "int8", "int4"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 DTYPES = get_args(Dtype)[1:]
 QUANTIZATIONS = get_args(Quantization)
+REASONING_NAMES = ("reasoning_start_str", "reasoning_end_str")
+OLD_REASONING_NAMES = {f"think_{which}_str": f"reasoning_{which}_str" for which in ("start", "end")}  # vLLM's first
+REASONING_EXAMPLE = "{'reasoning_start_str': '<think>', 'reasoning_end_str': '</think>'}"
 SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
 Given = TypeVar("Given", contravariant=True)  # the type of an option as users give it
 Kept = TypeVar("Kept", covariant=True)
@@ -226,6 +229,13 @@ class EngineConfig:
         "The most seconds that the grammar of a request may take to compile; beyond, the request is an error.",
         Range(Real, lambda value: 0 < value < 10**6, "must be seconds, above 0 and below 10**6; 60 is usual"),
     )
+    reasoning_config: Mapping[str, Any] | None = option(
+        None,
+        "A dict, in JSON on the command line, of the texts that the model writes before and after a thought, "
+        "reasoning_start_str and reasoning_end_str; if not given, those of the family that response_template names, or "
+        "that the chat template is written for. Where this option or response_template is given, structured outputs "
+        "begin after the thought.",
+    )
     trace: Converted[str | Path | None, str | None] = neutral_option(
         None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
     )
@@ -270,6 +280,7 @@ class EngineConfig:
             from nanoinfer.responses.families import as_response_template  # few ask for it
 
             object.__setattr__(self, "response_template", as_response_template(self.response_template))
+        object.__setattr__(self, "reasoning_config", _checked_reasoning(self.reasoning_config))
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="
@@ -329,6 +340,25 @@ def _check_trace(path: Path) -> None:
         reason = f", with a name that the system takes ({getattr(error, 'strerror', None) or error})"
     if reason or path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"trace={str(path)!r} cannot be written; give a file in a folder that exists{reason}")
+
+
+def _checked_reasoning(config: Any) -> dict[str, str] | None:
+    """Return reasoning_config with the names that it has here. Raises ConfigError."""
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"reasoning_config={config!r:.200} is no dict; use {REASONING_EXAMPLE}, say")
+    renamed = {OLD_REASONING_NAMES.get(str(name), str(name)): value for name, value in config.items()}
+    try:
+        given = check_names(
+            "reasoning_config", renamed, REASONING_NAMES, {"reasoning_parser": "response_template of LLM"}
+        )
+    except TypeError as error:
+        raise ConfigError(str(error)) from None
+    for name, value in given.items():
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"reasoning_config has {name}={value!r:.200}, no text; use {REASONING_EXAMPLE}, say")
+    return given or None
 
 
 def _as_json(overrides: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.constraints.thoughts import find_thoughts
 from nanoinfer.control.run_trace import RunTrace
 from nanoinfer.control.step_events import StepEventListener
 from nanoinfer.control.weight_control import Control, WeightControl
@@ -93,12 +94,15 @@ class ModelFiles:
         **options: Any,
     ) -> AnyConstraints:
         """Return what compiles the constraints of requests as the options of the engine say."""
+        config, vocab_size = self.config, self.model_config.vocab_size
         return constraints_class(
             tokenizer,
-            self.model_config.vocab_size,
+            vocab_size,
             prompt_processor.stop_token_ids,
-            switches=self.config.structured_outputs_config or (),
-            grammar_timeout=self.config.grammar_timeout,
+            switches=config.structured_outputs_config or (),
+            grammar_timeout=config.grammar_timeout,
+            thoughts=find_thoughts(config, tokenizer, vocab_size),
+            forms_follow_thoughts=(config.reasoning_config or config.response_template) is not None,
             **options,
         )
 

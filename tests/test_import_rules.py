@@ -105,7 +105,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ops",
         "distributed",
     },
-    "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
+    "integrations": EVERYBODY
+    | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch", "constraints.thoughts"},
     "cli": EVERYBODY,
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__, "text"},
     "__main__": EVERYBODY

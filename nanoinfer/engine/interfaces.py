@@ -36,6 +36,9 @@ class ConstraintManager(Protocol):
     def is_asked(self, params: abc.Sequence[SamplingParams]) -> bool:
         """Return whether any of these ask for something that `compile` or `add_constraints` makes."""
 
+    def takes_time(self, params: abc.Sequence[SamplingParams]) -> bool:
+        """Return whether that takes time for any of these, and should be done for all of them at once."""
+
     def add_constraints(
         self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False
     ) -> None:

@@ -111,7 +111,7 @@ class LLMEngine(Engine):
                 identity=identity_of(params),
                 packed_ids=prepared.packed_ids,
             )
-            seq.constraint = prepared.constraint.start() if prepared.constraint else None
+            seq.constraint = prepared.constraint.start(prepared.token_ids) if prepared.constraint else None
             self._num_sequences += 1
             request.completions.append(Completion(seq, self.tokenizer, to, new_logprobs()))
         first = request.completions[0].seq  # it brings what is wanted of the prompt

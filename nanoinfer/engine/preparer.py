@@ -196,7 +196,7 @@ class Preparer:
                 self._constraints.add_constraints(requests, errors, use_tqdm)
             return [*requests.values()]
 
-        at_once |= priority is not None or are_constrained
+        at_once |= priority is not None or (are_constrained and self._constraints.takes_time(all_params))
         return Portions(prepare, range(len(prompts)), None if at_once else self.portion_size, on_error)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:

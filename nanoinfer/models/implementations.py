@@ -86,7 +86,7 @@ def load(
         from nanoinfer.models.transformers.transformers_model import TransformersModel
 
         return TransformersModel.load(config, folder, max_positions, backends, random_seed, options.compile)
-    log_widening(config.quantization, backends.device)
+    log_widening(config.quantization, backends.device, backends.dtype)
     with torch.device(backends.device), default_dtype(backends.dtype):
         model = get_model_class(config.architecture)(config, max_positions, backends, tp)
     if random_seed is None:

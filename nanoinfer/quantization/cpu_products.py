@@ -18,6 +18,7 @@ from nanoinfer.quantization.linear_method import LinearMethod
 P = TypeVar("P")
 
 MIN_PACKED_VALUES = 2**18  # of a weight: for smaller ones, calling oneDNN takes longer than packing them
+MANY_INPUTS = 2048  # of a weight in float32: packed for any number of rows, it is read slowly for one
 
 
 class Packed(ABC, Generic[P]):
@@ -60,7 +61,8 @@ class OnednnWeight(Packed[Tensor]):
     """Holds a weight of 32 or 16 bits as oneDNN packs it."""
 
     def _pack(self, plain: Tensor) -> Tensor:
-        return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(plain.detach()))
+        for_one_row = plain.dtype == torch.float32 and plain.shape[1] >= MANY_INPUTS
+        return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(plain.detach(), 1 if for_one_row else None))
 
     def _values(self, packed: Tensor) -> Tensor:
         return packed.to_dense()

@@ -14,7 +14,7 @@ from nanoinfer.checkpoint.weights import must_be_wide
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.quantization.cpu_products import has_fast_kernels
-from nanoinfer.quantization.linear_method import PER_OUTPUT, LinearMethod, ParamSpec, ProductKind, hold_scales, stored
+from nanoinfer.quantization.linear_method import MATRIX, PER_OUTPUT, LinearMethod, ProductKind, hold_scales, stored
 
 LARGEST = 127
 KERNEL_INPUTS = 64  # of which there must be a multiple: PyTorch's kernel reads beyond the end of other weights
@@ -60,7 +60,7 @@ class Int8LinearMethod(LinearMethod):
 
     def create_weights(self, layer: Any, *shape: int) -> None:
         with layer.weight.device:
-            layer.weight = stored(torch.empty(shape, dtype=torch.int8), ParamSpec(0, 1))
+            layer.weight = stored(torch.empty(shape, dtype=torch.int8), MATRIX)
             scales = torch.empty(shape[:-1], dtype=torch.float32)
             hold_scales(layer, "weight_scale", scales, PER_OUTPUT, in_checkpoint=False)
 

@@ -168,7 +168,14 @@ def quantize_layer(layer: nn.Module, name: str, config: QuantizationConfig | Non
             module.quant_method = METHODS[type(config)](config, module)
 
 
-def log_widening(config: QuantizationConfig | None, device: torch.device) -> None:
-    """Log that FP8 is slow on a device without products in FP8."""
+def log_widening(config: QuantizationConfig | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Log what makes weights in fewer bits slow: a device without products in FP8, or float32 on a CPU."""
     if isinstance(config, Fp8Config) and not has_fp8_products(device):
         logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
+    if isinstance(config, Int4Config | Int8Config) and device.type == "cpu" and dtype == torch.float32:
+        bits = 4 if isinstance(config, Int4Config) else 8
+        logger.info(
+            "In float32 weights in %d bits are widened for each product; few sequences are faster with "
+            "dtype='bfloat16'",
+            bits,
+        )

@@ -38,10 +38,13 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_inputs", [130, cpu_products.MANY_INPUTS])
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 40])
-def test_a_product_by_a_packed_weight_is_that_by_the_plain_one(dtype: torch.dtype, num_rows: int) -> None:
-    weight, bias = randn(33, 130, dtype=dtype), randn(33, dtype=dtype)
-    x = randn(num_rows, 260, dtype=dtype)[:, ::2]  # not contiguous
+def test_a_product_by_a_packed_weight_is_that_by_the_plain_one(
+    dtype: torch.dtype, num_rows: int, num_inputs: int
+) -> None:
+    weight, bias = randn(33, num_inputs, dtype=dtype), randn(33, dtype=dtype)
+    x = randn(num_rows, 2 * num_inputs, dtype=dtype)[:, ::2]  # not contiguous
     expected, plain = [F.linear(x, weight, bias), F.linear(x, weight)], weight.clone()
     packed = OnednnWeight(weight)
     for _ in range(2):
@@ -128,14 +131,20 @@ def test_weights_in_4_bits_are_widened_and_come_back(
     weight = int4(num_outputs, 384, group_size, has_zeros)
     words = weight.numbers.clone()
     held = PackedInt4(*weight[:3], block_size(384), torch.bfloat16)  # type: ignore[arg-type]
+    wide_before = widen.__wrapped__(*weight[:3], torch.float32)  # type: ignore[attr-defined]
     for dtype in DTYPES:
         wide = held.packed().widen(dtype)
         assert weight.numbers.untyped_storage().nbytes() == 0
         assert torch.equal(wide, widen.__wrapped__(words, *weight[1:3], dtype))  # type: ignore[attr-defined]
     is_served = num_outputs % 16 == 0 and group_size != 16 and has_fast_kernels()
     assert (held.packed().for_kernel is not None) == is_served
-    held.unpack()
-    assert torch.equal(weight.numbers, words)
+    for tensor in weight[1:3]:
+        if tensor is not None:
+            held.packed()
+            weights.unpack(tensor)  # as if it changed
+            assert torch.equal(weight.numbers, words)
+    weight.scales.mul_(2)
+    assert torch.equal(held.packed().widen(torch.float32), 2 * wide_before)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True], ids=["", "zeros"])
@@ -218,6 +227,16 @@ def test_an_engine_in_8_bits_takes_new_weights(pair: tuple[Path, Path]) -> None:
             llm.update_weights({Q_PROJ: torch.zeros(128, 128, dtype=torch.int8)})
         llm.update_weights(iterate_weights(pair[1]))
         assert generate(llm) == expected
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_the_log_says_in_which_dtype_fewer_bits_are_faster(
+    quantization: str, pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nanoinfer")
+    for dtype, is_logged in (("bfloat16", False), ("float32", True)):
+        with LLM(pair[0], device="cpu", dtype=dtype, quantization=quantization):
+            assert ("few sequences are faster with dtype='bfloat16'" in caplog.text) == is_logged
 
 
 def test_two_ranks_say_in_8_bits_what_one_says(pair: tuple[Path, Path]) -> None:

@@ -87,8 +87,8 @@ class CpuInt4LinearMethod(Int4LinearMethod):
 
     def __init__(self, config: Int4Config, layer: Any) -> None:
         super().__init__(config, layer)
-        zeros = getattr(layer, "weight_zero_point", None)
-        self._weight = PackedInt4(layer.weight, layer.weight_scale, zeros, self.block, self.dtype)
+        tensors = layer.weight, layer.weight_scale, layer.weight_zero_point
+        self._weight = PackedInt4(*tensors, self.block, self.dtype)
 
     def wide_weight(self, layer: Any) -> Tensor:
         return self._weight.packed().widen(self.dtype)
