@@ -157,7 +157,8 @@ class Scheduler:
             if num_computed % block_size == 0:
                 self.block_manager.cache_blocks(seq, num_computed)
             stopping = seq.stopping
-            if stopping.advance(token_id, seq.constraint):
+            # Most tokens end nothing, and a look at the set takes less time than a call.
+            if (token_id in stopping.tokens.ids or seq.constraint) and stopping.advance(token_id, seq.constraint):
                 finished.append((seq, "stop"))
             elif (num_left := stopping.max_num_tokens - num_computed - 1) <= seq.num_pending_tokens:  # all in flight
                 if num_left > 0:
@@ -308,11 +309,10 @@ class Scheduler:
             if self.running and self._blocked_head == (seq.seq_id, manager.pool.num_frees):
                 break  # no blocks came back since it did not fit, so looking it up again would find the same
             hit = manager.find_cached_prefix(seq)
-            num_later = manager.num_found_later(seq, hit)
-            if num_later >= self.min_awaited_tokens:
+            if hit.num_later >= self.min_awaited_tokens:
                 if not passed_over.is_full:
                     heapq.heappop(self._waiting)
-                    passed_over.add(seq, num_later)
+                    passed_over.add(seq, hit.num_later)
                     # Prompts that overtake it leave free the blocks that it needs in the next step.
                     num_blocks = manager.num_blocks_to_allocate(seq, hit)
                     growth += num_blocks * manager.block_size + self._growth(seq)
@@ -351,7 +351,7 @@ class Scheduler:
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
         proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=True))
-        batch.new_blocks = manager.extend(needy)
+        manager.extend(batch, needy)
         for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
@@ -388,11 +388,11 @@ class Scheduler:
                 return False
         heapq.heappop(self._waiting)
         manager.dequeue(seq)
-        batch.block_copies += manager.allocate(seq, hit)
+        seq.row = heapq.heappop(self._free_rows)
+        manager.allocate(batch, seq, hit)
         self.sharer_finder.forget()  # if it ran before, it now has another block table
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
-        seq.row = heapq.heappop(self._free_rows)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         batch.admitted.append(seq)
@@ -400,19 +400,18 @@ class Scheduler:
 
     def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
         """Schedule as much of `seq` as the budget allows; return the number of tokens."""
-        start = seq.num_computed_tokens
-        length = self.block_manager.chunk_end(seq, start + min(budget, seq.num_tokens - start)) - start
-        ends = start + length == seq.num_tokens
-        samples = ends and not seq.stopping.ends_with_prompt
-        batch.prefill.append(PrefillChunk(seq, start, length, samples))
-        batch.new_blocks += self.block_manager.extend([seq], length)
-        seq.num_computed_tokens += length
+        manager, start, num_tokens = self.block_manager, seq.num_computed_tokens, seq.num_tokens
+        end = manager.chunk_end(seq, min(start + budget, num_tokens))
+        samples = end == num_tokens and not seq.stopping.ends_with_prompt
+        batch.prefill.append(PrefillChunk(seq, start, end - start, samples))
+        manager.extend(batch, [seq], end - start)
+        seq.num_computed_tokens = end
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
-        self.block_manager.cache_blocks(seq, seq.num_computed_tokens, with_last=ends)
+        manager.cache_blocks(seq, end, with_last=end == num_tokens)
         seq.num_pending_tokens += samples
-        if ends and seq.num_tokens >= seq.stopping.max_num_tokens:
+        if end == num_tokens and num_tokens + samples >= seq.stopping.max_num_tokens:
             self._ending.append(seq)
-        return length
+        return end - start
 
     def _send_back(self, seq: Sequence) -> None:
         """Free the row and blocks of a running sequence and queue it again; its known tokens stay."""
