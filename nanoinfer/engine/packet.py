@@ -115,7 +115,7 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         "block_copies": batch.block_copies,
         "kept_states": batch.kept_states,
         "restored_states": batch.restored_states,
-        "chunks": [(chunk.seq.row, chunk.start, chunk.length) for chunk in batch.prefill],  # of ChunkRecord
+        "chunks": [(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],  # of ChunkRecord
         "decode_rows": _decode_rows(batch),
     }
     if batch.num_tokens > 1:
