@@ -92,6 +92,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._ending: list[Sequence] = []  # their last step is scheduled: `schedule` may give their rows on
+        self._has_proposals = False  # whether rows of the last decode step may have several tokens
         self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
         self._blocked_head: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
@@ -333,7 +334,7 @@ class Scheduler:
 
         With a proposer they may be several tokens, which wait until the step in flight is collected.
         """
-        if in_flight and proposer is not None:
+        if in_flight and (proposer is not None or self._has_proposals):  # how long rows are is not known yet
             return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [
@@ -356,6 +357,7 @@ class Scheduler:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
         batch.decode, batch.prefix_sharers = self.sharer_finder.arrange(decode)
+        self._has_proposals = bool(proposed)
         if proposed:
             add_proposals(batch, proposed, self.max_row_tokens, manager, self.sharer_finder.max_prefix_sharers)
         return batch

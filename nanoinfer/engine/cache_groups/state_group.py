@@ -46,6 +46,8 @@ class StateGroup(CacheGroup):
     def dequeue(self, seq: Sequence) -> None:
         """Note that a sequence waits no more."""
         self.queued[seq.identity].remove(seq.token_ids)
+        if not self.queued[seq.identity]:
+            del self.queued[seq.identity]
 
     def trim(self, seq: Sequence, hit: Hit) -> bool:
         length = len(hit.entries)
@@ -107,7 +109,8 @@ class StateGroup(CacheGroup):
     def _plan(self, seq: Sequence, start: int) -> None:
         """Decide where an admitted sequence leaves states: where others part from it, and before its last token."""
         last = len(seq.token_ids) - 1
-        partings = self.queued[seq.identity].partings(seq.token_ids, start)
+        queued = self.queued.get(seq.identity)
+        partings = queued.partings(seq.token_ids, start) if queued else []
         planned: list[Snapshot] = []  # the last one first
         num_served = 0  # texts that will begin further on
         for (num_tokens, num_texts), before in pairwise([*partings, (start, 0)]):

@@ -13,7 +13,7 @@ anything. So a snapshot is found from the step after that of its text on, and it
 
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -50,7 +50,7 @@ class StateSnapshots:
     """
 
     def __init__(
-        self, pool: BlockPool, first_place: int, num_places: int, queued: defaultdict[Hashable, QueuedPrompts]
+        self, pool: BlockPool, first_place: int, num_places: int, queued: Mapping[Hashable, QueuedPrompts]
     ) -> None:
         self.num_places = num_places
         self._pool, self._queued = pool, queued
@@ -184,8 +184,8 @@ class StateSnapshots:
         """Evict the snapshot that saves the least, the least recently used among equals; False if all save more."""
         least: Snapshot | None = None
         for snapshot in islice(self._kept, MAX_COMPARED):
-            num_users = self._queued[snapshot.seq.identity].num_beginning_with(snapshot.text)
-            saves = num_users * len(snapshot.text)
+            queued = self._queued.get(snapshot.seq.identity)
+            saves = queued.num_beginning_with(snapshot.text) * len(snapshot.text) if queued else 0
             if saves < worth:
                 least, worth = snapshot, saves
             if saves == 0:
