@@ -118,10 +118,11 @@ class AttentionGroup(CacheGroup):
 
     def _tell(self, batch: ScheduledBatch, seq: Sequence, held: HeldPages) -> None:
         """Tell a batch of the blocks that the device does not know yet."""
-        told, row, k = held.num_told, seq.held_row, self.num_tables
-        for table, offset in enumerate(self._offsets, (told - held.first) * k):
-            batch.new_blocks += map(NewBlock, repeat(row + offset), count(told), held.pages[table::k])
-        held.num_told = held.first + len(held.pages) // k
+        row, first, num_tables = seq.row, held.num_told, self.num_tables
+        assert row is not None, f"sequence {seq.seq_id} has no row"
+        for table, offset in enumerate(self._offsets, (first - held.first) * num_tables):
+            batch.new_blocks += map(NewBlock, repeat(row + offset), count(first), held.pages[table::num_tables])
+        held.num_told = held.first + len(held.pages) // num_tables
 
 
 class SlidingWindowGroup(AttentionGroup):
