@@ -134,7 +134,7 @@ class BlockPool:
             hashes.append((self._hash(before.to_bytes(8, "little") + tokens), tokens))
         key, tokens = hashes[index]
         entry = self._full.get(key)
-        return entry if entry and (entry.parent, entry.tokens) == (parent, tokens) else None
+        return entry if entry and entry.parent == parent and entry.tokens == tokens else None
 
     def add(self, parent: Parent, key: int | None, tokens: bytes, columns: Columns) -> CacheEntry:
         """Make an entry for a block of text in these columns. If they have one with fewer of its tokens, it grows.
