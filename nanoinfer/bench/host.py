@@ -102,8 +102,8 @@ def measure_requests(cases: tuple[tuple[Load, int], ...] = ADMISSIONS, num_runs:
 def time_requests(prompts: list[list[int]], max_tokens: int, longest: int, block_size: int) -> float:
     """Return the CPU seconds that all requests take, each step collected before the next one."""
     manager = BlockManager(300 * -(-longest // block_size), block_size)
-    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "max_model_len": longest}
-    scheduler, params = Scheduler(manager, **sizes), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    scheduler = Scheduler(manager, max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=longest)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     seqs = [Sequence(seq_id, prompt, params) for seq_id, prompt in enumerate(prompts)]
     started = process_time()
     for seq in seqs:
