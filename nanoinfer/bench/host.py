@@ -148,7 +148,7 @@ def measure_call(load: Load) -> dict[str, float]:
             max_model_len=longest,
             num_blocks=(load.max_num_seqs + 8) * -(-longest // config.kvcache_block_size),
             max_num_seqs=load.max_num_seqs,
-            groups=(FullAttentionSpec(),),
+            cache_specs=(FullAttentionSpec(),),
             max_prefix_sharers=0,
             whole_prompts=False,
             computes_beside_host=True,

@@ -1,6 +1,6 @@
 """Says what the layers of a model remember of a sequence, in the numbers that plan by it.
 
-A cache group is a set of layers that remember the same tokens. `RunnerLimits.groups` has one record for each. The block
+A cache group is a set of layers that remember the same tokens. `RunnerLimits.cache_specs` has one record for each. The block
 tables of a row belong to the groups in this order: those of the first group come first.
 """
 
