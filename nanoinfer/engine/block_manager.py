@@ -135,12 +135,14 @@ class BlockManager:
         hit = Hit([], [])
         if self.enable_prefix_caching:
             hit.entries = self.pool.find_chain(seq)
+            # What one group leaves of it may be too long for another, so they are asked until none shortens it.
             while self._trimming and any(group.trim(seq, hit) for group in self._trimming):
                 pass
             if self.states is None:
                 parent, tokens = self.pool.after(seq, hit.entries)
                 hit.source, num_common = self.pool.copies.find(parent, tokens)
                 hit.num_copied = num_common if hit.source else 0
+                # From the next step on, what this step computes can be copied, too.
                 hit.num_later = self.pool.copies.num_found_later(parent, tokens, num_common)
             else:
                 if hit.source and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
