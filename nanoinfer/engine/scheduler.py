@@ -159,7 +159,8 @@ class Scheduler:
                 self.block_manager.cache_blocks(seq, num_computed)
             stopping = seq.stopping
             # Most tokens end nothing, and a look at the set takes less time than a call.
-            if (token_id in stopping.tokens.ids or seq.constraint) and stopping.advance(token_id, seq.constraint):
+            may_end = token_id in stopping.tokens.ids or seq.constraint is not None
+            if may_end and stopping.advance(token_id, seq.constraint):
                 finished.append((seq, "stop"))
             elif (num_left := stopping.max_num_tokens - num_computed - 1) <= seq.num_pending_tokens:  # all in flight
                 if num_left > 0:
