@@ -193,7 +193,7 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
     queue = RequestQueue(engine)
-    has_blocks_alone = runner.limits.groups == (FullAttentionSpec(),)
+    has_blocks_alone = runner.limits.cache_specs == (FullAttentionSpec(),)
     return LoadedEngine(
         engine=engine,
         queue=queue,

@@ -75,7 +75,7 @@ class RunnerLimits:
     max_model_len: int  # tokens of the longest sequence
     num_blocks: int  # of the KV cache
     max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
-    groups: tuple[CacheGroupSpec, ...]  # what the layers remember of a sequence, in the order of the block tables
+    cache_specs: tuple[CacheGroupSpec, ...]  # what the layers remember of a sequence, in the order of the block tables
     max_prefix_sharers: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
     whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not

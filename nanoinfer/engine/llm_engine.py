@@ -68,7 +68,7 @@ class LLMEngine(Engine):
             limits.num_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            limits.groups,
+            limits.cache_specs,
             max_num_seqs=limits.max_num_seqs,
             max_chunk_tokens=max(config.max_num_batched_tokens, limits.max_row_tokens),
         )

@@ -79,8 +79,8 @@ class Pooler(RowState):
         self._sums: dict[int, Tensor] = {}  # by row: (hidden_size,) float32 of the tokens so far
 
     def remember(self, row: AdmittedRow) -> None:
-        numbers = [*map(int, row.options["hidden_states_request"])]
-        self.by_row[row.row] = WantedStates(row.num_prompt_tokens, *numbers[:4], layers=numbers[4:])
+        pools, layers_from, keeps, second_text, *layers = map(int, row.options["hidden_states_request"])
+        self.by_row[row.row] = WantedStates(row.num_prompt_tokens, pools, layers_from, keeps, second_text, layers)
 
     def run(
         self, forward: Callable[[ForwardStep], Tensor], step: ForwardStep, chunks: Chunks

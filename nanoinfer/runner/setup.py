@@ -129,7 +129,7 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, groups = self.config.max_num_seqs, self.cache_groups.specs
+        max_num_seqs, cache_specs = self.config.max_num_seqs, self.cache_groups.specs
         if self.state_layout is not None:
             num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
             if self.device.type == "cuda":
@@ -138,12 +138,12 @@ class Setup:
                 max_num_seqs = self.state_layout.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
                 num_kept = self.state_layout.num_snapshots(max_num_seqs, free_bytes)
-            groups += (RecurrentStateSpec(num_kept),)
+            cache_specs += (RecurrentStateSpec(num_kept),)
         return RunnerLimits(
             max_model_len=self.longest_sequence,
             num_blocks=1,
             max_num_seqs=max_num_seqs,
-            groups=groups,
+            cache_specs=cache_specs,
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
@@ -248,7 +248,7 @@ class Setup:
         )
         states = None
         if self.state_layout is not None:
-            states = self.state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.groups), self.device)
+            states = self.state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.cache_specs), self.device)
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         sampler = Sampler(
             tables.token_ids,

@@ -164,6 +164,24 @@ def run_to_the_end(llm: LLM) -> list[RequestOutput]:
     return sorted(outputs, key=lambda output: output.request_id)
 
 
+def test_a_proposer_comes_and_goes_while_its_steps_are_in_flight(two: tuple[LLM, LLM]) -> None:
+    plain, llm = two
+    prompts = draw_prompts()
+    expected = plain.generate(prompts, PARAMS, use_tqdm=False)
+    engine, proposer = engine_of(llm), KnownTexts(expected, VOCAB_SIZE)
+    for request in zip(prompts, PARAMS, strict=True):
+        llm.add_request(*request)
+    outputs, num_left = [], 0  # steps that are in flight when their proposer goes
+    for step in count():
+        if llm.is_finished():
+            break
+        num_left += step % 4 == 0 and any(one.batch.num_tokens > 1 for one in engine._in_flight)
+        engine.proposer = proposer if step % 4 > 1 else None
+        outputs += llm.step()
+    assert num_left > 0
+    assert_same_answers(sorted(outputs, key=lambda output: output.request_id), expected, 5e-5)
+
+
 def test_paused_requests_go_on_where_they_were(two: tuple[LLM, LLM]) -> None:
     """Some keep their rows, with tokens that their states do not have yet, and some lose them."""
     plain, llm = two
