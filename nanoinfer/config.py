@@ -99,7 +99,8 @@ class EngineConfig:
     _: KW_ONLY
     dtype: Converted[Dtype | TorchDtype, Dtype] = option(
         "auto",
-        'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA and float32 on a CPU.',
+        'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA. On a CPU it is '
+        "float32, or bfloat16 where a large model has that and the CPU multiplies it (AMX, AVX512-BF16).",
     )
     device: Converted[str | TorchDevice, str] = neutral_option(
         "auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.'
