@@ -42,7 +42,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_recipes_have_at_most_twenty_lines() -> None:
-    assert len(RECIPES) == 8
+    assert len(RECIPES) == 9
     for title in RECIPES:
         code = "".join(blocks(title, "python"))
         assert "from nanoinfer import" in code or blocks(title, "console"), "it can be pasted as it stands"
@@ -75,6 +75,14 @@ def test_pass_at_k_is_the_share_of_draws_of_k_that_have_a_right_one() -> None:
     shares = [float(line.split()[1]) for line in printed]
     assert shares[0] == pytest.approx(sum(names["num_right"]) / 90, abs=1e-3)
     assert shares == sorted(shares)
+
+
+def test_each_budget_for_thoughts_has_a_line() -> None:
+    names, printed = run("What a budget for thoughts costs")
+    found = [re.fullmatch(r"budget (\d+): (\d+)% right, \d+ tokens each", line) for line in printed]
+    assert [line and line[1] for line in found] == ["0", "100", "1000"]
+    assert found[2]
+    assert float(found[2][2]) == round(100 * names["num_right"] / 9)
 
 
 def test_nearest_neighbours_come_in_order() -> None:
