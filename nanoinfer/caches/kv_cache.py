@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nanoinfer.caches.cache_groups import CacheGroups, LayerPlace, TableLayout
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerPlace, TableLayout
 from nanoinfer.device import zeros
 from nanoinfer.ops.block_tables.spec import copy_tokens
 from nanoinfer.ops.kv_cache.spec import LayerCache
@@ -21,16 +21,16 @@ class KVCache:
     """
 
     def __init__(
-        self, groups: CacheGroups, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, layout: KVCacheLayout, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
-        self.id_strides = [table.id_stride for table in groups.tables]
+        self.id_strides = [table.id_stride for table in layout.tables]
         self._tensors: list[Tensor] = []  # (layers, num_blocks, heads, block_size), or with vectors behind that
         # Tables that differ in their windows alone have the same pages. Small layers lie in the memory of large ones.
-        pages = {table._replace(window=None) for table in groups.tables}
+        pages = {table._replace(window=None) for table in layout.tables}
         views = {page: self._lay_out(page) for page in sorted(pages, key=lambda page: page.id_stride)}
         self._has_unlike_pages = len(views) > 1
-        self._layers = [views[table._replace(window=None)] for table in groups.tables]
+        self._layers = [views[table._replace(window=None)] for table in layout.tables]
 
     @property
     def num_bytes(self) -> int:
@@ -70,9 +70,9 @@ class KVCache:
         return [next(by_layout[layout]) for layout in page.layers]
 
 
-def page_bytes(groups: CacheGroups, block_size: int, dtype: torch.dtype) -> int:
+def page_bytes(layout: KVCacheLayout, block_size: int, dtype: torch.dtype) -> int:
     """Return what a page takes, scales included."""
-    return KVCache(groups, 1, block_size, dtype, torch.device("meta")).num_bytes
+    return KVCache(layout, 1, block_size, dtype, torch.device("meta")).num_bytes
 
 
 def _views(tensor: Tensor, id_stride: int, shape: tuple[int, ...]) -> Iterator[Tensor]:

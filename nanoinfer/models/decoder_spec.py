@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nanoinfer.caches.cache_groups import CacheGroups
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -123,5 +123,5 @@ class DecoderSetup:
     config: ModelConfig
     spec: DecoderSpec
     backends: AttentionBackends
-    groups: CacheGroups  # say which part of the KV cache is a layer's
+    kv_cache_layout: KVCacheLayout  # says which part of the KV cache is a layer's
     tp: TensorParallel

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.caches.cache_groups import LayerPlace
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.checkpoint.model_config import EncoderConfig, ModelConfig, RopeConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention

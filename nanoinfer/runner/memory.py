@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from nanoinfer.caches.cache_groups import CacheGroups
 from nanoinfer.caches.kv_cache import KVCache, page_bytes
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ConfigError
@@ -72,13 +72,13 @@ def num_blocks_in(free_bytes: int, page_bytes: int, least: int, block_size: int)
 
 
 def allocate_kv_cache(
-    groups: CacheGroups, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    layout: KVCacheLayout, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """Return a cache of so many pages. Raises ConfigError where the device has too little memory."""
     try:
-        return KVCache(groups, num_blocks, block_size, dtype, device)
+        return KVCache(layout, num_blocks, block_size, dtype, device)
     except (torch.OutOfMemoryError, MemoryError, ValueError, OverflowError):  # the last two: sizes beyond any address
-        num_bytes = num_blocks * page_bytes(groups, block_size, dtype)
+        num_bytes = num_blocks * page_bytes(layout, block_size, dtype)
         raise ConfigError(
             f"num_kvcache_blocks={num_blocks} needs {num_bytes / GIB:.1f} GiB, more than {device} has free; set it "
             "lower, or free the memory that other programs hold"

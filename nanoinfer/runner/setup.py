@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.caches.block_layout import is_8_bit, select_kv_cache_dtype
-from nanoinfer.caches.cache_groups import CacheGroups
 from nanoinfer.caches.kv_cache import KVCache, page_bytes
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.caches.recurrent_states import StateLayout
 from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.checkpoint.base_config import BaseModelConfig
@@ -75,7 +75,7 @@ class Setup:
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
         setup = cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
-        if config.enable_return_routed_experts and setup.cache_groups.tables[0].window is not None:
+        if config.enable_return_routed_experts and setup.kv_cache_layout.tables[0].window is not None:
             raise ConfigError(
                 "enable_return_routed_experts=True keeps the experts of a token beside its keys, and no layer of "
                 f"{model_config.architecture} keeps those of all tokens; leave it out"
@@ -88,9 +88,9 @@ class Setup:
         return self.model_config.longest_sequence(self.config.max_model_len)
 
     @property
-    def cache_groups(self) -> CacheGroups:
+    def kv_cache_layout(self) -> KVCacheLayout:
         """How layers with attention share the KV cache."""
-        return CacheGroups.of(self.model_config, self.longest_sequence, self.tp)
+        return KVCacheLayout.of(self.model_config, self.longest_sequence, self.tp)
 
     @property
     def state_layout(self) -> StateLayout | None:
@@ -129,7 +129,7 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, cache_specs = self.config.max_num_seqs, self.cache_groups.specs
+        max_num_seqs, cache_specs = self.config.max_num_seqs, self.kv_cache_layout.cache_specs
         if self.state_layout is not None:
             num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
             if self.device.type == "cuda":
@@ -152,26 +152,22 @@ class Setup:
 
     def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
         """Return these limits with a cache of so many bytes, or of as many blocks as the user wants."""
-        block_size, num_blocks, groups = (
-            self.config.kvcache_block_size,
-            self.config.num_kvcache_blocks,
-            self.cache_groups,
-        )
+        block_size, num_blocks = self.config.kvcache_block_size, self.config.num_kvcache_blocks
+        layout = self.kv_cache_layout
         if num_blocks is None:
             moe = self.model_config.moe if self.config.enable_return_routed_experts else None
             routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
-            num_bytes = page_bytes(groups, block_size, self.kv_cache_dtype) + routing_bytes
-            num_blocks = memory.num_blocks_in(free_bytes, num_bytes, groups.num_pages_of(1), block_size)
-            if (
-                limits.whole_prompts
-            ):  # blocks serve one step, while the next is planned: as many as two steps need suffice
+            num_bytes = page_bytes(layout, block_size, self.kv_cache_dtype) + routing_bytes
+            num_blocks = memory.num_blocks_in(free_bytes, num_bytes, layout.num_pages_of(1), block_size)
+            if limits.whole_prompts:
+                # Blocks serve one step, while the next is planned: as many as two steps need suffice.
                 blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
                 num_blocks = min(num_blocks, 2 * blocks_of_step)
         else:
-            num_blocks = groups.num_pages_of(num_blocks)
+            num_blocks = layout.num_pages_of(num_blocks)
         num_blocks = self.tp.minimum(num_blocks, self.device)
         max_chunk_tokens = max(self.config.max_num_batched_tokens, limits.max_row_tokens)
-        capacity = groups.max_tokens(num_blocks, block_size, max_chunk_tokens)
+        capacity = layout.max_tokens(num_blocks, block_size, max_chunk_tokens)
         max_model_len = memory.resolve_max_model_len(
             self.config.max_model_len, self.longest_sequence, capacity, num_blocks, block_size
         )
@@ -244,7 +240,7 @@ class Setup:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, moe = self.config, self.model_config.moe
         kv_cache = memory.allocate_kv_cache(
-            self.cache_groups, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device
+            self.kv_cache_layout, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device
         )
         states = None
         if self.state_layout is not None:
@@ -272,7 +268,7 @@ class Setup:
         num_blocks, block_size, chunk = kv_cache.num_blocks, kv_cache.block_size, self.config.max_num_batched_tokens
         return (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
-            f"of {block_size} tokens {self.cache_groups.describe(num_blocks, block_size, chunk)}in "
+            f"of {block_size} tokens {self.kv_cache_layout.describe(num_blocks, block_size, chunk)}in "
             f"{str(self.kv_cache_dtype).removeprefix('torch.')}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
         )
 

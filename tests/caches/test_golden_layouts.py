@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nanoinfer.bench.workloads import EMBEDDERS, SIZES
-from nanoinfer.caches.cache_groups import CacheGroups
 from nanoinfer.caches.kv_cache import page_bytes
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.caches.recurrent_states import StateLayout
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.model_config import ModelConfig
@@ -42,27 +42,27 @@ def configs() -> Iterator[tuple[str, ModelConfig]]:
 
 def tables(config: BaseModelConfig, longest: int) -> dict[str, Any]:
     """Which layers share a block table, and what follows for sequences."""
-    groups = CacheGroups.of(config, longest, TensorParallel())
+    layout = KVCacheLayout.of(config, longest, TensorParallel())
     sizes = [(block_size, chunk) for block_size in (16, 256) for chunk in (512, 16384)]
     return {
-        "windows": [table.window for table in groups.tables],
-        "layers per page": len(groups.tables[0].layers),
-        "places": " ".join(f"{table}.{layer}" for table, layer in groups.places),
-        "pages of blocks": [groups.num_pages_of(count) for count in (1, 10)],
-        "pages": [groups.num_pages(length, *size) for size in sizes for length in LENGTHS],
-        "tokens": [groups.max_tokens(pages, *size) for size in sizes for pages in POOLS],
-        "text": groups.describe(5000, *sizes[-1]),
+        "windows": [table.window for table in layout.tables],
+        "layers per page": len(layout.tables[0].layers),
+        "places": " ".join(f"{table}.{layer}" for table, layer in layout.places),
+        "pages of blocks": [layout.num_pages_of(count) for count in (1, 10)],
+        "pages": [layout.num_pages(length, *size) for size in sizes for length in LENGTHS],
+        "tokens": [layout.max_tokens(pages, *size) for size in sizes for pages in POOLS],
+        "text": layout.describe(5000, *sizes[-1]),
     }
 
 
 def num_bytes(config: BaseModelConfig, tp: TensorParallel) -> dict[str, Any]:
     """What pages and states take on one rank, and how many fit."""
-    groups = CacheGroups.of(config, config.max_model_len, tp)
+    layout = KVCacheLayout.of(config, config.max_model_len, tp)
     found: dict[str, Any] = {}
     for dtype in (torch.bfloat16, torch.int8):
-        size = page_bytes(groups, 256, dtype)
-        pages = memory.num_blocks_in(FREE_BYTES, size, groups.num_pages_of(1), 256)
-        found[str(dtype)] = [size, pages, groups.max_tokens(pages, 256, 16384)]
+        size = page_bytes(layout, 256, dtype)
+        pages = memory.num_blocks_in(FREE_BYTES, size, layout.num_pages_of(1), 256)
+        found[str(dtype)] = [size, pages, layout.max_tokens(pages, 256, 16384)]
     states = StateLayout.of(config, torch.bfloat16, tp)
     if states is not None:
         counts = [

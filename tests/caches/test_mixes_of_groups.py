@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.caches import cache_groups
-from nanoinfer.caches.cache_groups import CacheGroups
+from nanoinfer.caches import kv_cache_layout
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec
 from nanoinfer.errors import ConfigError
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import Qwen3MoeForCausalLM
 from nanoinfer.models.qwen3_next import Qwen3NextForCausalLM
-from tests.caches.test_cache_groups import random_layers
+from tests.caches.test_kv_cache_layout import random_layers
 from tests.models.test_architectures import checkpoint, draw_prompts
 
 __all__ = ["checkpoint"]
@@ -55,7 +55,7 @@ def test_any_mix_of_groups_gives_the_tokens_of_one_table(
         first = llm.generate(prompts, PARAMS, use_tqdm=False)
         again = llm.generate(prompts, PARAMS, use_tqdm=False)
         assert llm.get_metrics().num_used_blocks == 0
-    monkeypatch.setattr(cache_groups, "MAX_TABLES", 1)
+    monkeypatch.setattr(kv_cache_layout, "MAX_TABLES", 1)
     with LLM(folder, enable_prefix_caching=False, **options) as llm:
         assert not any(isinstance(group, SlidingWindowSpec) for group in llm.engine.runner.limits.cache_specs)
         expected = [output.token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
@@ -68,10 +68,10 @@ def test_any_mix_of_groups_gives_the_tokens_of_one_table(
 def test_what_is_promised_at_load_is_what_admission_holds(seed: int) -> None:
     """The longest sequence follows from the tables at load, and the block manager has a rule of its own."""
     rng = random.Random(seed)
-    groups = CacheGroups.arrange(random_layers(rng))
+    layout = KVCacheLayout.arrange(random_layers(rng))
     num_pages, chunk = rng.choice((60, 150, 1000)), rng.choice((1, 7, 100))
-    longest = groups.max_tokens(num_pages, 4, chunk)
-    manager = BlockManager(num_pages, 4, True, groups.specs, max_num_seqs=8, max_chunk_tokens=chunk)
+    longest = layout.max_tokens(num_pages, 4, chunk)
+    manager = BlockManager(num_pages, 4, True, layout.cache_specs, max_num_seqs=8, max_chunk_tokens=chunk)
     assert manager.can_hold(longest)
     assert longest > 10**9 or not manager.can_hold(longest + 1)
 

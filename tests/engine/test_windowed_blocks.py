@@ -7,7 +7,7 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.caches.block_layout import BlockLayout
-from nanoinfer.caches.cache_groups import CacheGroups, TableLayout
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout, TableLayout
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.specs import FullAttentionSpec, SlidingWindowSpec
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
@@ -67,11 +67,11 @@ def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_aga
 @pytest.mark.parametrize("window", [1, 4, 9, 64])
 @pytest.mark.parametrize(("num_groups", "chunk"), [(1, 1), (2, 7), (5, 100)])
 def test_what_is_promised_at_load_is_what_admission_holds(window: int, num_groups: int, chunk: int) -> None:
-    """The length of the longest sequence is read from the groups of layers, and the manager has a rule of its own."""
+    """The longest sequence is read from the layout of the cache, and the manager has a rule of its own."""
     for num_pages in (12, 40, 41, 150):
         layers = (BlockLayout.of_kv(1, 1, 1),)
-        groups = CacheGroups((TableLayout(None, layers), *[TableLayout(window, layers)] * num_groups), ())
-        longest = groups.max_tokens(num_pages, 4, chunk)
+        layout = KVCacheLayout((TableLayout(None, layers), *[TableLayout(window, layers)] * num_groups), ())
+        longest = layout.max_tokens(num_pages, 4, chunk)
         _, manager = windowed_scheduler(num_pages, window, num_groups, 4, chunk)
         assert manager.can_hold(longest)
         assert not manager.can_hold(longest + 1)

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from nanoinfer.caches.block_layout import BlockLayout
-from nanoinfer.caches.cache_groups import CacheGroups, LayerKind, LayerPlace
 from nanoinfer.caches.kv_cache import KVCache
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerKind, LayerPlace
 from nanoinfer.device import import_error
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
@@ -649,8 +649,8 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
     assert (backends.name, backends.needs_host, backends.max_prefix_sharers) == ("torch and triton", True, 32)
     assert backends.max_row_tokens == 32
     metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
-    groups = CacheGroups.arrange([LayerKind(None, BlockLayout.of_kv(8, 128, 128))])
-    kv_cache = KVCache(groups, 1, 16, torch.bfloat16, CPU)
+    layout = KVCacheLayout.arrange([LayerKind(None, BlockLayout.of_kv(8, 128, 128))])
+    kv_cache = KVCache(layout, 1, 16, torch.bfloat16, CPU)
     planned = backends.plan(metadata, kv_cache, table=0)
     assert {spec.window: plan.tiles.tolist() for spec, plan in planned.plans.items()} == {
         window: [[0, 3, 0, 0]] for window in (None, 7, 9)

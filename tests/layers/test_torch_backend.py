@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.caches.cache_groups import LayerPlace
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.backend_selection import AttentionBackends

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.caches.block_layout import BlockLayout
-from nanoinfer.caches.cache_groups import CacheGroups, LayerKind
 from nanoinfer.caches.kv_cache import KVCache
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerKind
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import DeviceSections, Header
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
@@ -16,7 +16,7 @@ from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
 # One layer that keeps a key and a value of 2 numbers each: 10 blocks of 4 tokens.
-ONE_LAYER = CacheGroups.arrange([LayerKind(None, BlockLayout.of_kv(1, 2, 2))])
+ONE_LAYER = KVCacheLayout.arrange([LayerKind(None, BlockLayout.of_kv(1, 2, 2))])
 KV_CACHE = KVCache(ONE_LAYER, 10, 4, torch.float32, torch.device("cpu"))
 
 
@@ -89,8 +89,8 @@ def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() 
 
 def test_layers_that_see_several_blocks_in_a_page_get_ids_that_far_apart() -> None:
     wide, narrow = BlockLayout.of_kv(1, 4, 4), BlockLayout.of_kv(1, 2, 2)
-    groups = CacheGroups.arrange([LayerKind(None, narrow), LayerKind(None, narrow), LayerKind(8, wide)])
-    tables = StepTables(2, 8, KVCache(groups, 10, 4, torch.float32, torch.device("cpu")))
+    layout = KVCacheLayout.arrange([LayerKind(None, narrow), LayerKind(None, narrow), LayerKind(8, wide)])
+    tables = StepTables(2, 8, KVCache(layout, 10, 4, torch.float32, torch.device("cpu")))
     nothing = {item.name: 0 for item in dataclasses.fields(DeviceSections)}
     header = Header(*[0] * (len(Header._fields) - 1), counts={**nothing, "new_blocks": 3})
     new_blocks = torch.tensor([[1, 0, 7], [1, 1, 9], [3 + 1, 0, 5]], dtype=torch.int32)

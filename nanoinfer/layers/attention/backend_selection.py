@@ -6,8 +6,8 @@ from typing import TypeVar, cast
 
 import torch
 
-from nanoinfer.caches.cache_groups import LayerPlace
 from nanoinfer.caches.kv_cache import KVCache
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.device import compute_capability, import_error
 from nanoinfer.errors import ConfigError
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec, Backend, TorchBackend

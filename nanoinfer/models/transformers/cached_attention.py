@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.caches.cache_groups import CacheGroups, LayerPlace
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerPlace
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -74,7 +74,7 @@ def cached_attentions(
     config: TransformersConfig, max_positions: int, backends: AttentionBackends
 ) -> list[CachedAttention]:
     """Return what computes each attention call of a step. max_positions: the longest sequence."""
-    windows, places = config.windows_within(max_positions), CacheGroups.of(config, max_positions, ALONE).places
+    windows, places = config.windows_within(max_positions), KVCacheLayout.of(config, max_positions, ALONE).places
     attentions = []
     for call, window, place in zip(config.calls, windows, places, strict=True):
         chunk = call.sight.chunk

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.caches.block_layout import BlockLayout
-from nanoinfer.caches.cache_groups import MAX_EMPTY_SHARE, MAX_TABLES, CacheGroups, LayerKind, LayerPlace
 from nanoinfer.caches.kv_cache import KVCache, page_bytes
+from nanoinfer.caches.kv_cache_layout import MAX_EMPTY_SHARE, MAX_TABLES, KVCacheLayout, LayerKind, LayerPlace
 from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.model_config import ModelConfig
@@ -31,12 +31,12 @@ def config_of(architecture: str, **fields: Any) -> ModelConfig:
     return read_native_config({"architectures": [architecture], "num_key_value_heads": 2, **sizes, **fields})
 
 
-def groups_of(config: ModelConfig, longest: int) -> CacheGroups:
-    return CacheGroups.of(config, longest, TensorParallel())
+def layout_of(config: ModelConfig, longest: int) -> KVCacheLayout:
+    return KVCacheLayout.of(config, longest, TensorParallel())
 
 
-def arrange(windows: Sequence[int | None], layout: BlockLayout = SMALL) -> CacheGroups:
-    return CacheGroups.arrange([LayerKind(window, layout) for window in windows])
+def arrange(windows: Sequence[int | None], layout: BlockLayout = SMALL) -> KVCacheLayout:
+    return KVCacheLayout.arrange([LayerKind(window, layout) for window in windows])
 
 
 @pytest.mark.parametrize(
@@ -46,52 +46,52 @@ def test_gemma_3_has_a_table_of_full_layers_and_as_large_ones_of_windowed_layers
     num_layers: int, num_full: int, num_tables: int
 ) -> None:
     fields = {"num_hidden_layers": num_layers, "sliding_window": 1024, "sliding_window_pattern": 6}
-    groups = groups_of(config_of("Gemma3ForCausalLM", max_position_embeddings=32768, **fields), 32768)
-    assert groups.specs == (FullAttentionSpec(), SlidingWindowSpec(1024, num_tables - 1))
-    assert {len(table.layers) for table in groups.tables} == {num_full}
-    assert len({*groups.places}) == num_layers, "no two layers share a place"
-    assert groups.places[5] == LayerPlace(0, 0)
-    alone = groups_of(config_of("Gemma3ForCausalLM", **fields), 1024)
-    assert alone.specs == (FullAttentionSpec(),), "no sequence outgrows the window"
+    layout = layout_of(config_of("Gemma3ForCausalLM", max_position_embeddings=32768, **fields), 32768)
+    assert layout.cache_specs == (FullAttentionSpec(), SlidingWindowSpec(1024, num_tables - 1))
+    assert {len(table.layers) for table in layout.tables} == {num_full}
+    assert len({*layout.places}) == num_layers, "no two layers share a place"
+    assert layout.places[5] == LayerPlace(0, 0)
+    alone = layout_of(config_of("Gemma3ForCausalLM", **fields), 1024)
+    assert alone.cache_specs == (FullAttentionSpec(),), "no sequence outgrows the window"
 
 
 def test_gemma_3_27b_holds_more_sequences_of_32k_tokens() -> None:
     fields = {"num_hidden_layers": 62, "sliding_window": 1024, "sliding_window_pattern": 6}
-    groups = groups_of(config_of("Gemma3ForCausalLM", max_position_embeddings=65536, **fields), 65536)
+    layout = layout_of(config_of("Gemma3ForCausalLM", max_position_embeddings=65536, **fields), 65536)
     # In steady state: all blocks of one table, and of six others those that a window of 1,024 tokens can lie in.
     steady = 10 * (128 + 6 * (1024 // 256 + 1))
     assert 62 * 128 / steady > 4.5
-    chunk = groups.num_pages(32768, 256, max_chunk_tokens=16384)
+    chunk = layout.num_pages(32768, 256, max_chunk_tokens=16384)
     assert chunk == 128 + 6 * 69, "while a chunk of 16,384 tokens is computed, it holds 69 blocks by six tables"
 
 
 def test_models_of_one_kind_have_one_table() -> None:
     plain = config_of("Qwen3ForCausalLM", num_hidden_layers=3)
     for config in (plain, config_of("MistralForCausalLM", num_hidden_layers=3, sliding_window=16)):
-        groups = groups_of(config, 4096)
-        assert groups.specs == (FullAttentionSpec(),)
-        assert len(groups.tables[0].layers) == config.num_hidden_layers
-        assert groups.max_tokens(num_pages=7, block_size=16, max_chunk_tokens=4) == 7 * 16
-        assert groups.describe(7, 16, 4) == ""
+        layout = layout_of(config, 4096)
+        assert layout.cache_specs == (FullAttentionSpec(),)
+        assert len(layout.tables[0].layers) == config.num_hidden_layers
+        assert layout.max_tokens(num_pages=7, block_size=16, max_chunk_tokens=4) == 7 * 16
+        assert layout.describe(7, 16, 4) == ""
 
 
 def test_windows_of_several_sizes_are_a_group_each_and_the_longest_comes_first() -> None:
-    groups = arrange([None, 16, 64, 64, None, 16, 64, 64])
-    assert groups.specs == (FullAttentionSpec(), SlidingWindowSpec(64, num_tables=2), SlidingWindowSpec(16))
-    assert groups.places == ((0, 0), (3, 0), (1, 0), (1, 1), (0, 1), (3, 1), (2, 0), (2, 1))
-    assert groups.num_pages(1000, 8, max_chunk_tokens=1) == 125 + 2 * 9 + 3
-    assert groups.describe(1001, 8, 1) == (
+    layout = arrange([None, 16, 64, 64, None, 16, 64, 64])
+    assert layout.cache_specs == (FullAttentionSpec(), SlidingWindowSpec(64, num_tables=2), SlidingWindowSpec(16))
+    assert layout.places == ((0, 0), (3, 0), (1, 0), (1, 1), (0, 1), (3, 1), (2, 0), (2, 1))
+    assert layout.num_pages(1000, 8, max_chunk_tokens=1) == 125 + 2 * 9 + 3
+    assert layout.describe(1001, 8, 1) == (
         "of 2 layers (one sequence of up to 7832 tokens, or the windows of 55 sequences, 16 or 64 tokens each) "
     )
 
 
 def test_a_mix_without_a_layer_that_attends_to_all_tokens_keeps_the_windows_alone() -> None:
-    groups = arrange([16, 64, 64, 64])
-    assert groups.specs == (SlidingWindowSpec(64, num_tables=3), SlidingWindowSpec(16))
-    assert groups.num_pages(10**6, 8, max_chunk_tokens=1) == 3 * 9 + 3, "however long a sequence is"
-    assert groups.max_tokens(31, 8, 1) >= 10**9
-    assert groups.max_tokens(30, 8, 1) == 8 * 8, "one page too few: page 0 is nobody's"
-    assert groups.describe(31, 8, 1) == "of 1 layers (the windows of 1 sequences, 16 or 64 tokens each) "
+    layout = arrange([16, 64, 64, 64])
+    assert layout.cache_specs == (SlidingWindowSpec(64, num_tables=3), SlidingWindowSpec(16))
+    assert layout.num_pages(10**6, 8, max_chunk_tokens=1) == 3 * 9 + 3, "however long a sequence is"
+    assert layout.max_tokens(31, 8, 1) >= 10**9
+    assert layout.max_tokens(30, 8, 1) == 8 * 8, "one page too few: page 0 is nobody's"
+    assert layout.describe(31, 8, 1) == "of 1 layers (the windows of 1 sequences, 16 or 64 tokens each) "
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_mix_without_a_layer_that_attends_to_all_tokens_keeps_the_windows_alon
     ],
 )
 def test_where_tables_do_not_pay_all_layers_share_one(windows: list[int | None], why: str) -> None:
-    groups = arrange(windows)
-    assert groups.specs == (FullAttentionSpec(),), why
-    assert groups.places == tuple((0, index) for index in range(len(windows)))
+    layout = arrange(windows)
+    assert layout.cache_specs == (FullAttentionSpec(),), why
+    assert layout.places == tuple((0, index) for index in range(len(windows)))
 
 
 # --- layers of several sizes ---
@@ -123,14 +123,14 @@ def test_layers_of_two_sizes_have_pages_of_the_same_bytes() -> None:
         BlockLayout.of_kv(num_heads=8, key_size=256, value_size=256),
         BlockLayout.of_kv(2, 512, 512),
     )
-    groups = CacheGroups.arrange(
+    layout = KVCacheLayout.arrange(
         [LayerKind(None if index % 6 == 5 else 1024, wide if index % 6 == 5 else local) for index in range(30)]
     )
-    assert groups.specs == (FullAttentionSpec(), SlidingWindowSpec(1024, num_tables=5))
-    assert [(len(table.layers), table.id_stride) for table in groups.tables] == [(10, 2), *[(5, 1)] * 5]
-    size = page_bytes(groups, 16, torch.bfloat16)
+    assert layout.cache_specs == (FullAttentionSpec(), SlidingWindowSpec(1024, num_tables=5))
+    assert [(len(table.layers), table.id_stride) for table in layout.tables] == [(10, 2), *[(5, 1)] * 5]
+    size = page_bytes(layout, 16, torch.bfloat16)
     assert size == 5 * local.num_bytes(16, torch.bfloat16) == 10 * wide.num_bytes(16, torch.bfloat16)
-    in_8_bits = page_bytes(groups, 16, torch.int8)
+    in_8_bits = page_bytes(layout, 16, torch.int8)
     # The scales of ten wide layers would take half as much as those of five local ones: they have memory of their own.
     assert in_8_bits == 5 * local.num_bytes(16, torch.int8) + 10 * 2 * 2 * 16 * 4
     assert in_8_bits < 1.01 * 5 * local.num_bytes(16, torch.int8)
@@ -138,11 +138,11 @@ def test_layers_of_two_sizes_have_pages_of_the_same_bytes() -> None:
 
 def test_layers_whose_sizes_are_no_multiples_share_one_table_with_pages_of_both() -> None:
     odd = BlockLayout.of_kv(num_heads=3, key_size=8, value_size=4)
-    groups = CacheGroups.arrange([LayerKind(None, odd), LayerKind(32, LOCAL), LayerKind(32, LOCAL)])
-    assert groups.specs == (FullAttentionSpec(),)
+    layout = KVCacheLayout.arrange([LayerKind(None, odd), LayerKind(32, LOCAL), LayerKind(32, LOCAL)])
+    assert layout.cache_specs == (FullAttentionSpec(),)
     for dtype in (torch.float32, torch.int8):
-        assert page_bytes(groups, 16, dtype) == odd.num_bytes(16, dtype) + 2 * LOCAL.num_bytes(16, dtype)
-    keys = [KVCache(groups, 3, 16, torch.float32, CPU).layer(place).k for place in groups.places]
+        assert page_bytes(layout, 16, dtype) == odd.num_bytes(16, dtype) + 2 * LOCAL.num_bytes(16, dtype)
+    keys = [KVCache(layout, 3, 16, torch.float32, CPU).layer(place).k for place in layout.places]
     assert [tuple(k.shape) for k in keys] == [(3, 3, 16, 8), (3, 8, 16, 4), (3, 8, 16, 4)]
 
 
@@ -158,9 +158,9 @@ class LatentLayout(BlockLayout):
 
 
 def test_a_latent_is_one_more_layout() -> None:
-    groups = arrange([None] * 3, LatentLayout(vectors=((1, 576),), value_size=512))
-    assert page_bytes(groups, 64, torch.bfloat16) == 3 * 64 * 576 * 2
-    layer = KVCache(groups, 4, 64, torch.bfloat16, CPU).layer(groups.places[1])
+    layout = arrange([None] * 3, LatentLayout(vectors=((1, 576),), value_size=512))
+    assert page_bytes(layout, 64, torch.bfloat16) == 3 * 64 * 576 * 2
+    layer = KVCache(layout, 4, 64, torch.bfloat16, CPU).layer(layout.places[1])
     layer.k.fill_(1)
     assert layer.v.shape == (4, 1, 64, 512)
     assert layer.v.eq(1).all(), "it is the same memory"
@@ -198,25 +198,25 @@ def random_layers(rng: random.Random) -> list[LayerKind]:
 @pytest.mark.parametrize("seed", range(200))
 def test_whatever_the_mix_each_layer_has_a_place_and_little_is_empty(seed: int) -> None:
     layers = random_layers(random.Random(seed))
-    groups = CacheGroups.arrange(layers)
-    assert len({*groups.places}) == len(layers)
-    for (window, layout), place in zip(layers, groups.places, strict=True):
-        table = groups.tables[place.table]
-        assert table.layers[place.layer] == layout
+    layout = KVCacheLayout.arrange(layers)
+    assert len({*layout.places}) == len(layers)
+    for (window, block), place in zip(layers, layout.places, strict=True):
+        table = layout.tables[place.table]
+        assert table.layers[place.layer] == block
         assert table.window in (window, None), "a table keeps what its layers attend to"
-    if len(groups.tables) == 1:
-        assert page_bytes(groups, 4, torch.int8) == sum(kind.layout.num_bytes(4, torch.int8) for kind in layers)
+    if len(layout.tables) == 1:
+        assert page_bytes(layout, 4, torch.int8) == sum(kind.layout.num_bytes(4, torch.int8) for kind in layers)
         return
-    assert len(groups.tables) <= MAX_TABLES
-    assert [table.window for table in groups.tables].count(None) <= 1
+    assert len(layout.tables) <= MAX_TABLES
+    assert [table.window for table in layout.tables].count(None) <= 1
     needed = sum(kind.layout.num_bytes(4, torch.float32) for kind in layers)
-    size = page_bytes(groups, 4, torch.float32)
-    assert needed <= size * len(groups.tables) <= (1 + MAX_EMPTY_SHARE) * needed
+    size = page_bytes(layout, 4, torch.float32)
+    assert needed <= size * len(layout.tables) <= (1 + MAX_EMPTY_SHARE) * needed
     for num_pages in (9, 50, 1000):
-        longest = groups.max_tokens(num_pages, 4, max_chunk_tokens=8)
-        assert groups.num_pages(longest, 4, 8) < num_pages, "page 0 is nobody's"
+        longest = layout.max_tokens(num_pages, 4, max_chunk_tokens=8)
+        assert layout.num_pages(longest, 4, 8) < num_pages, "page 0 is nobody's"
         if longest < 10**9:
-            assert groups.num_pages(longest + 1, 4, 8) >= num_pages
+            assert layout.num_pages(longest + 1, 4, 8) >= num_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
@@ -224,17 +224,17 @@ def test_whatever_the_mix_each_layer_has_a_place_and_little_is_empty(seed: int) 
 def test_whatever_the_mix_pages_of_all_tables_lie_apart(seed: int, dtype: torch.dtype) -> None:
     """Each page is written by one table's layers, as the pool gives it out; then each has what was written last."""
     rng = random.Random(seed)
-    groups = CacheGroups.arrange(random_layers(rng))
-    while seed % 2 and len({table.layers for table in groups.tables}) == 1:  # every other mix has pages of two kinds
-        groups = CacheGroups.arrange(random_layers(rng))
+    layout = KVCacheLayout.arrange(random_layers(rng))
+    while seed % 2 and len({table.layers for table in layout.tables}) == 1:  # every other mix has pages of two kinds
+        layout = KVCacheLayout.arrange(random_layers(rng))
     num_pages = 6
-    cache = KVCache(groups, num_pages, 4, dtype, CPU)
-    owners = [rng.randrange(len(groups.tables)) for _ in range(num_pages)]
+    cache = KVCache(layout, num_pages, 4, dtype, CPU)
+    owners = [rng.randrange(len(layout.tables)) for _ in range(num_pages)]
 
     def tensors(page: int) -> list[Tensor]:
         table = owners[page]
         index = page * cache.id_strides[table]
-        caches = [cache.layer(place) for place in groups.places if place.table == table]
+        caches = [cache.layer(place) for place in layout.places if place.table == table]
         sides = [(one.k, one.v, one.k_scales, one.v_scales) for one in caches]
         return [side[index] for layer in sides for side in layer if side is not None]
 
@@ -259,10 +259,10 @@ def test_whatever_the_mix_pages_of_all_tables_lie_apart(seed: int, dtype: torch.
 def test_attention_reads_what_was_stored_for_the_smaller_of_two_sizes(dtype: torch.dtype) -> None:
     """The second of two layers in a place sees every other block; in a cache of its own it would see all."""
     layers = [LayerKind(None, GLOBAL)] * 4 + [LayerKind(32, LOCAL)] * 4
-    groups, alone = CacheGroups.arrange(layers), CacheGroups.arrange(layers[:1])
-    assert (groups.places[1], groups.tables[0].id_stride) == (LayerPlace(0, 1), 2)
-    caches = KVCache(groups, 8, 16, dtype, CPU), KVCache(alone, 8, 16, dtype, CPU)
-    places, strides = (groups.places[1], alone.places[0]), (2, 1)
+    layout, alone = KVCacheLayout.arrange(layers), KVCacheLayout.arrange(layers[:1])
+    assert (layout.places[1], layout.tables[0].id_stride) == (LayerPlace(0, 1), 2)
+    caches = KVCache(layout, 8, 16, dtype, CPU), KVCache(alone, 8, 16, dtype, CPU)
+    places, strides = (layout.places[1], alone.places[0]), (2, 1)
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 20, 2, 8, generator=generator)
     q = torch.randn(1, 4, 8, generator=generator)

@@ -1,6 +1,7 @@
-"""Which layers with attention share a block table, and what a page of the pool holds for each table.
+"""Says which layers with attention share a block table, and what a page of the pool holds for each table.
 
-Layers that remember the same tokens, all or those of one window, are a cache group. All tables take blocks from one
+Layers that remember the same tokens, all or those of one window, are a cache group. The block manager gets a record of
+each group (`cache_specs`), and knows neither layers nor bytes. All tables take blocks from one
 pool, where a page is the memory of a block, so their pages have equal bytes. A page holds as many layers as attend to
 all tokens, and these have one table. A group of more layers has several tables; its last may leave a part of its pages
 empty. Where a table for each group does not pay, all layers share one, whose blocks keep all tokens.
@@ -50,15 +51,19 @@ class TableLayout(NamedTuple):
     id_stride: int = 1
 
 
-class CacheGroups(NamedTuple):
-    """Says how the layers with attention share the pool. tables: group by group. places: of each such layer."""
+class KVCacheLayout(NamedTuple):
+    """Says how the layers with attention share the pool of pages.
+
+    tables: those of the first cache group, then those of the next. places: of each layer with attention, in the order
+    of the model.
+    """
 
     tables: tuple[TableLayout, ...]
     places: tuple[LayerPlace, ...]
 
     @classmethod
-    def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "CacheGroups":
-        """Return the groups of a model whose sequences have so many tokens at most."""
+    def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "KVCacheLayout":
+        """Return the layout for a model whose sequences have so many tokens at most."""
         layout = BlockLayout.of(config, tp)
         if config.is_encoder:  # nothing is kept when a layer is computed, so all layers share the memory of one
             return cls((TableLayout(None, (layout,)),), (LayerPlace(),) * len(config.windows))
@@ -70,8 +75,8 @@ class CacheGroups(NamedTuple):
         return cls.arrange(layers)
 
     @classmethod
-    def arrange(cls, layers: Sequence[LayerKind]) -> "CacheGroups":
-        """Return the groups of layers of these kinds; one table for all where more do not pay."""
+    def arrange(cls, layers: Sequence[LayerKind]) -> "KVCacheLayout":
+        """Return the layout for layers of these kinds; one table for all where more do not pay."""
         by_kind = _tables_by_kind(layers)
         if by_kind is None:
             only_table = TableLayout(None, tuple(layout for _, layout in layers))
@@ -85,8 +90,8 @@ class CacheGroups(NamedTuple):
         return cls(tuple(tables), tuple(places[kind].pop(0) for kind in layers))
 
     @property
-    def specs(self) -> tuple[CacheGroupSpec, ...]:
-        """Return the groups as the block manager sees them, which gives out blocks whatever layers keep in these."""
+    def cache_specs(self) -> tuple[CacheGroupSpec, ...]:
+        """The cache groups with tables as the block manager sees them: by windows and numbers of tables alone."""
         counted = ((window, len(list(tables))) for window, tables in groupby(table.window for table in self.tables))
         return tuple(
             FullAttentionSpec(count) if window is None else SlidingWindowSpec(window, count)
