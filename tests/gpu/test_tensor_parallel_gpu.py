@@ -287,10 +287,10 @@ def test_a_prefill_step_that_fails_between_its_slices_is_an_error_and_a_new_engi
     lens: list[int] = []
     mlp = DecoderMLP.forward
 
-    def fail(layer: DecoderMLP, hidden: torch.Tensor, row_mask: torch.Tensor | None = None) -> PartialSum:
+    def fail(layer: DecoderMLP, hidden: torch.Tensor, *of_experts: object) -> PartialSum:
         lens.append(len(hidden))
         assert len(lens) == 1, "this slice fails"
-        return mlp(layer, hidden, row_mask)
+        return mlp(layer, hidden)
 
     with monkeypatch.context() as patch:
         patch.setattr(DecoderMLP, "forward", fail)
