@@ -1,0 +1,334 @@
+"""The formats in which models write tool calls: what reads one, and what form one must have.
+
+Arguments come as JSON, or as a text for each parameter, between tags of its name. A reader takes what it can and says
+where it stopped, so that the rest is not lost.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Form = dict[str, Any]  # a format of a structural tag
+
+DECODER = json.JSONDecoder(strict=False, parse_constant=lambda name: _refuse(name))  # models write newlines in strings
+SPACE = re.compile(r"\s*")
+MAX_REFERENCES = 8  # within one another
+
+
+class Call(NamedTuple):
+    """A tool call as a model wrote it. arguments: JSON, or the text of each parameter by its name."""
+
+    name: str
+    arguments: str | dict[str, str]
+
+
+# Reads calls from a position in a text on; returns them, and where they end.
+Reader = Callable[[str, int], tuple[list[Call], int]]
+# Returns the form of a call, given the function's name and the JSON schema of its parameters.
+Writer = Callable[[str, Mapping[str, Any]], Form]
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Says how tool calls are written.
+
+    start, end: the texts around them; end is "" where the calls tell by themselves where they end. read: reads what
+    stands between. write: returns the form of one call. are_together: whether all calls stand between one start and one
+    end, or each between its own. separator: what stands between two of them.
+    """
+
+    start: str
+    end: str
+    read: Reader
+    write: Writer
+    are_together: bool = False
+    separator: str = "\n"
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def skip_space(text: str, pos: int) -> int:
+    """Return where the white space from `pos` on ends."""
+    return SPACE.match(text, pos).end()  # type: ignore[union-attr]
+
+
+def json_end(text: str, pos: int) -> int | None:
+    """Return where the JSON value at `pos` ends; None where there is none, or not all of it."""
+    try:
+        return DECODER.raw_decode(text, pos)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_members(text: str, pos: int) -> tuple[dict[str, str], int] | None:
+    """Return the members of the JSON object at `pos`, as they are written, and where it ends; None if it is broken."""
+    if not text.startswith("{", pos) or (end := json_end(text, pos)) is None:
+        return None
+    found: dict[str, str] = {}
+    pos = skip_space(text, pos + 1)
+    while text[pos] != "}":
+        name, pos = DECODER.raw_decode(text, pos)
+        pos = skip_space(text, skip_space(text, pos) + 1)  # over the colon
+        value_end = DECODER.raw_decode(text, pos)[1]
+        found[name] = text[pos:value_end]
+        pos = skip_space(text, value_end)
+        if text[pos] == ",":
+            pos = skip_space(text, pos + 1)
+    return found, end
+
+
+def _as_call(members: Mapping[str, str]) -> Call | None:
+    """Return the call that an object says: a name, and arguments or parameters, which may be JSON within a string."""
+    name = DECODER.decode(members.get("name", "null"))
+    if not isinstance(name, str) or not name:
+        return None
+    arguments = members.get("arguments", members.get("parameters", "{}"))
+    inner = DECODER.decode(arguments) if arguments.startswith('"') else None
+    if isinstance(inner, str) and json_members(inner.strip(), 0) is not None:
+        arguments = inner.strip()
+    return Call(name, "{}" if arguments == "null" else arguments)
+
+
+# -------- JSON: {"name": ..., "arguments": {...}} ---------------------------------------------------------------------
+
+
+def read_object(text: str, pos: int) -> tuple[list[Call], int]:
+    """Read one object with a name and arguments."""
+    pos = skip_space(text, pos)
+    found = json_members(text, pos)
+    call = found and _as_call(found[0])
+    return ([call], found[1]) if found and call else ([], pos)
+
+
+def write_object(name: str, parameters: Mapping[str, Any]) -> Form:
+    return _sequence(f'\n{{"name": {json.dumps(name)}, "arguments": ', _schema(parameters), "}\n")
+
+
+def read_hermes(text: str, pos: int) -> tuple[list[Call], int]:
+    """Read a call of Qwen: an object, or a function in tags (Qwen3-Coder, Qwen3.5)."""
+    pos = skip_space(text, pos)
+    return read_function(text, pos) if text.startswith("<function=", pos) else read_object(text, pos)
+
+
+# -------- Mistral: [{"name": ..., "arguments": {...}}], or name[ARGS]{...} --------------------------------------------
+
+MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?={)")
+
+
+def read_mistral(text: str, pos: int) -> tuple[list[Call], int]:
+    """Read a list of objects, or one name with its arguments."""
+    start = pos = skip_space(text, pos)
+    if named := MISTRAL_NAME.match(text, pos):
+        end = json_end(text, named.end())
+        return ([], pos) if end is None else ([Call(named[1], text[named.end() : end])], end)
+    if not text.startswith("[", pos) or (end := json_end(text, pos)) is None:
+        return [], pos
+    calls: list[Call] = []
+    while text[pos] in "[,":
+        found, pos = read_object(text, pos + 1)
+        if not found:
+            return [], start
+        calls += found
+        pos = skip_space(text, pos)
+    return calls, end
+
+
+def write_mistral(name: str, parameters: Mapping[str, Any]) -> Form:
+    return _sequence(f'{{"name": {json.dumps(name)}, "arguments": ', _schema(parameters), "}")
+
+
+# -------- DeepSeek: a name, a separator, and JSON, which R1 and V3 fence ----------------------------------------------
+
+DEEPSEEK_CALL = re.compile(
+    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<fenced>[^\n<]+)\n```json\n|(?P<plain>[^\n<]+)<｜tool▁sep｜>)\s*"
+)
+DEEPSEEK_END = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>")
+
+
+def read_deepseek(text: str, pos: int) -> tuple[list[Call], int]:
+    """Read calls, each between marks of its own."""
+    calls: list[Call] = []
+    while found := DEEPSEEK_CALL.match(text, pos):
+        end = json_end(text, found.end())
+        closed = None if end is None else DEEPSEEK_END.match(text, end)
+        if closed is None:
+            break
+        calls.append(Call((found["fenced"] or found["plain"]).strip(), text[found.end() : end]))
+        pos = closed.end()
+    return calls, pos
+
+
+def write_deepseek(name: str, parameters: Mapping[str, Any]) -> Form:
+    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
+    return _sequence(begin, _schema(parameters), "\n```<｜tool▁call▁end｜>")
+
+
+# -------- Tags: a text for each parameter -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Says how calls are written whose parameters stand between tags.
+
+    open: matches what precedes the parameters, with the function's name in its group. key: the same of a parameter.
+    value_end, close: the texts that end a value, and a call. pad: what the value has on both sides.
+    writes: the same for one call, with {} for a name: before the parameters, before a value, after it, and at the end.
+    """
+
+    open: "re.Pattern[str]"
+    key: "re.Pattern[str]"
+    value_end: str
+    close: str
+    pad: str
+    writes: tuple[str, str, str, str]
+
+    def read(self, text: str, pos: int) -> tuple[Call, int] | None:
+        """Read one call; None where there is none, or not all of it."""
+        opened = self.open.match(text, pos)
+        if opened is None:
+            return None
+        arguments: dict[str, str] = {}
+        at = opened.end()
+        while key := self.key.match(text, at):
+            for end in self._value_ends(text, key.end()):
+                after = end + len(self.value_end)
+                if self.key.match(text, after) or text.startswith(self.close, skip_space(text, after)):
+                    break  # the text of a value may hold a tag, too
+            else:
+                return None
+            value = text[key.end() : end]
+            arguments[key[1].strip()] = value.removeprefix(self.pad).removesuffix(self.pad) if self.pad else value
+            at = after
+        at = skip_space(text, at)
+        if not text.startswith(self.close, at):
+            return None
+        return Call(opened[1].strip(), arguments), at + len(self.close)
+
+    def _value_ends(self, text: str, pos: int) -> Iterator[int]:
+        """Yield the places where a value may end."""
+        while (pos := text.find(self.value_end, pos)) >= 0:
+            yield pos
+            pos += 1
+
+    def write(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """Return the form of one call, with the parameters in the order of the schema; strings are any text."""
+        before, before_value, after_value, end = self.writes
+        required = parameters.get("required") or ()
+        parts: list[str | Form] = [before.format(name)]
+        for key, schema in (parameters.get("properties") or {}).items():
+            value = _value_form(schema, parameters)
+            part = _sequence(before_value.format(key), value, after_value)
+            parts.append(part if key in required else {"type": "optional", "content": part})
+        return _sequence(*parts, end)
+
+
+FUNCTION = Tags(
+    open=re.compile(r"\s*<function=([^>\n]+)>"),
+    key=re.compile(r"\s*<parameter=([^>\n]+)>"),
+    value_end="</parameter>",
+    close="</function>",
+    pad="\n",
+    writes=("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n"),
+)
+INVOKE = Tags(
+    open=re.compile(r'\s*<invoke name="?([^">\n]+)"?>'),
+    key=re.compile(r'\s*<parameter name="?([^">\n]+)"?>'),
+    value_end="</parameter>",
+    close="</invoke>",
+    pad="",
+    writes=('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>"),
+)
+GLM = Tags(
+    open=re.compile(r"\s*([^\s<]+)"),
+    key=re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>"),
+    value_end="</arg_value>",
+    close="</tool_call>",
+    pad="",
+    writes=("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ""),
+)
+
+
+def read_function(text: str, pos: int) -> tuple[list[Call], int]:
+    """Read one function of Qwen3-Coder."""
+    found = FUNCTION.read(text, pos)
+    return ([found[0]], found[1]) if found else ([], pos)
+
+
+def read_invokes(text: str, pos: int) -> tuple[list[Call], int]:
+    """Read the calls of MiniMax."""
+    calls: list[Call] = []
+    while found := INVOKE.read(text, pos):
+        calls.append(found[0])
+        pos = found[1]
+    return calls, pos
+
+
+def read_glm(text: str, pos: int) -> tuple[list[Call], int]:
+    """Read the call of GLM, up to the text that closes it."""
+    found = GLM.read(text, pos)
+    return ([found[0]], found[1] - len(GLM.close)) if found else ([], pos)
+
+
+# -------- Forms -------------------------------------------------------------------------------------------------------
+
+
+def _sequence(*parts: str | Form) -> Form:
+    elements = [{"type": "const_string", "value": part} if isinstance(part, str) else part for part in parts]
+    return {"type": "sequence", "elements": [one for one in elements if one.get("value") != ""]}
+
+
+def _schema(parameters: Mapping[str, Any]) -> Form:
+    return {"type": "json_schema", "json_schema": {"type": "object", **parameters}}
+
+
+def _value_form(schema: Any, parameters: Mapping[str, Any]) -> Form:
+    """Return the form of one parameter's value: any text where it may be a string, else JSON."""
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in choices]}
+    kinds = types_of(schema, parameters)
+    if not kinds or "string" in kinds:
+        return {"type": "any_text"}
+    return {"type": "json_schema", "json_schema": {**definitions(parameters), **schema}}
+
+
+def definitions(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a schema defines for references to it."""
+    return {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+
+
+OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+ALIASES = {kind.__name__: name for kind, name in OF_PYTHON.items()}  # which some write for JSON Schema's names
+
+
+def types_of(schema: Any, parameters: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Return the types that a parameter's schema allows, by JSON Schema's names; empty where it does not say.
+
+    parameters: the schema that it is a part of, where references lead.
+    """
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return set()
+    given = schema.get("type")
+    kinds = [given] if isinstance(given, str) else _items(given)
+    found = {ALIASES.get(kind, kind) for kind in kinds if isinstance(kind, str)}
+    if not found:
+        values = [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else ())]
+        found = {OF_PYTHON.get(type(value), "null") for value in values}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+        target: Any = parameters
+        for step in reference[2:].split("/"):
+            target = target.get(step) if isinstance(target, Mapping) else None
+        found |= types_of(target, parameters, depth + 1)
+    for union in ("anyOf", "oneOf", "allOf"):
+        for choice in _items(schema.get(union)):
+            found |= types_of(choice, parameters, depth + 1)
+    return found | {"null"} if found and schema.get("nullable") else found
+
+
+def _items(value: Any) -> list[Any]:
+    """Return a list as it is, and an empty one for whatever else a schema may hold in its place."""
+    return value if isinstance(value, list) else []
