@@ -25,7 +25,7 @@ EVERYBODY = {
     "metrics",
     "flat_logprobs",
     "structured_outputs",
-    "responses",
+    "responses.families",
     "option_fields",
     "sampling_params",
     "pooling_params",
@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pooling_outputs": {"outputs"},
     "token_ids": set(),
     "checkpoint": {"errors", "config", "device"},
-    "responses": {"errors"},
+    "responses": {"errors", "outputs", "text"},
     "text": EVERYBODY,
     "constraints": PLANNERS | {"text", "progress", "engine.token_masks", "engine.stopping"},
     "engine": PLANNERS | {"text"},
@@ -78,15 +78,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scoring": EVERYBODY | {"text", "engine.prompt_logprobs", "engine.preparer"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
-    "aio": EVERYBODY | {"engine", "text", "progress"},
+    "aio": EVERYBODY | {"engine", "text", "progress", "responses"},
     "loading": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"control.step_events", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
-    | {"before_torch", "pooling_calls"},
-    "__init__": EVERYBODY | {"llm"},
-    "batch": EVERYBODY | {"llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
+    | {"control.llm_methods", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
+    | {"before_torch", "pooling_calls", "responses"},
+    "__init__": EVERYBODY | {"llm", "responses"},
+    "batch": EVERYBODY | {"responses", "llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
     "bench": EVERYBODY
     | {
         *nanoinfer.__all__,

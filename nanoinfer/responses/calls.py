@@ -31,20 +31,34 @@ Writer = Callable[[str, Mapping[str, Any]], Form]
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
-    """Says how tool calls are written.
+class Writing:
+    """Says how calls are to be written. A family may have several ways; the chat template tells which.
 
-    start, end: the texts around them; end is "" where the calls tell by themselves where they end. read: reads what
-    stands between. write: returns the form of one call. are_together: whether all calls stand between one start and one
-    end, or each between its own. separator: what stands between two of them.
+    mark: a text in the chat template that tells this way; "" for what is written otherwise. begin, end: the texts
+    around a call if `is_each`, else around all calls. separator: what stands between two. write: returns the form of
+    one call, without these texts.
+    """
+
+    mark: str
+    begin: str
+    separator: str
+    end: str
+    is_each: bool
+    write: Writer
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Says how tool calls are read and written.
+
+    start, end: the texts around one call or several; end is "" where the calls tell by themselves where they end. read:
+    reads what stands between. ways: how they are written; the last is for any chat template.
     """
 
     start: str
     end: str
     read: Reader
-    write: Writer
-    are_together: bool = False
-    separator: str = "\n"
+    ways: tuple[Writing, ...]
 
 
 def _refuse(name: str) -> Any:
@@ -137,6 +151,10 @@ def read_mistral(text: str, pos: int) -> tuple[list[Call], int]:
     return calls, end
 
 
+def write_mistral_named(name: str, parameters: Mapping[str, Any]) -> Form:
+    return write_json(f"[TOOL_CALLS]{name}[ARGS]", parameters)
+
+
 def write_mistral(name: str, parameters: Mapping[str, Any]) -> Form:
     return _sequence(f'{{"name": {json.dumps(name)}, "arguments": ', _schema(parameters), "}")
 
@@ -160,6 +178,10 @@ def read_deepseek(text: str, pos: int) -> tuple[list[Call], int]:
         calls.append(Call((found["fenced"] or found["plain"]).strip(), text[found.end() : end]))
         pos = closed.end()
     return calls, pos
+
+
+def write_deepseek_plain(name: str, parameters: Mapping[str, Any]) -> Form:
+    return _sequence(f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", _schema(parameters), "<｜tool▁call▁end｜>")
 
 
 def write_deepseek(name: str, parameters: Mapping[str, Any]) -> Form:
@@ -273,6 +295,44 @@ def read_glm(text: str, pos: int) -> tuple[list[Call], int]:
     return ([found[0]], found[1] - len(GLM.close)) if found else ([], pos)
 
 
+QWEN3_CALLS = CallFormat(
+    "<tool_call>",
+    "</tool_call>",
+    read_hermes,
+    (
+        Writing("<function=", "<tool_call>", "\n", "</tool_call>", True, FUNCTION.write),
+        Writing("", "<tool_call>", "\n", "</tool_call>", True, write_object),
+    ),
+)
+DEEPSEEK_CALLS = CallFormat(
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    read_deepseek,
+    (
+        Writing("```json", "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>", False, write_deepseek),
+        Writing("", "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>", False, write_deepseek_plain),
+    ),
+)
+GLM_CALLS = CallFormat(
+    "<tool_call>", "</tool_call>", read_glm, (Writing("", "<tool_call>", "\n", "</tool_call>", True, GLM.write),)
+)
+MINIMAX_CALLS = CallFormat(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    read_invokes,
+    (Writing("", "<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>", False, INVOKE.write),),
+)
+MISTRAL_CALLS = CallFormat(
+    "[TOOL_CALLS]",
+    "",
+    read_mistral,
+    (
+        Writing("[ARGS]", "", "", "", True, write_mistral_named),
+        Writing("", "[TOOL_CALLS] [", ", ", "]", False, write_mistral),
+    ),
+)
+
+
 # -------- Forms -------------------------------------------------------------------------------------------------------
 
 
@@ -281,8 +341,17 @@ def _sequence(*parts: str | Form) -> Form:
     return {"type": "sequence", "elements": [one for one in elements if one.get("value") != ""]}
 
 
+# JSON as chat templates write it, so that the next prompt has the same tokens.
+SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
+
 def _schema(parameters: Mapping[str, Any]) -> Form:
-    return {"type": "json_schema", "json_schema": {"type": "object", **parameters}}
+    return {"type": "json_schema", "json_schema": {"type": "object", **parameters, **SPACING}}
+
+
+def write_json(begin: str, parameters: Mapping[str, Any]) -> Form:
+    """Return the form of a text and the arguments as JSON."""
+    return _sequence(begin, _schema(parameters))
 
 
 def _value_form(schema: Any, parameters: Mapping[str, Any]) -> Form:
@@ -293,7 +362,7 @@ def _value_form(schema: Any, parameters: Mapping[str, Any]) -> Form:
     kinds = types_of(schema, parameters)
     if not kinds or "string" in kinds:
         return {"type": "any_text"}
-    return {"type": "json_schema", "json_schema": {**definitions(parameters), **schema}}
+    return {"type": "json_schema", "json_schema": {**definitions(parameters), **schema, **SPACING}}
 
 
 def definitions(parameters: Mapping[str, Any]) -> dict[str, Any]:

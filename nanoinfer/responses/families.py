@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.errors import ConfigError, RequestError, find_similar
-from nanoinfer.responses import calls
+from nanoinfer.responses.calls import (
+    DEEPSEEK_CALLS,
+    GLM_CALLS,
+    MINIMAX_CALLS,
+    MISTRAL_CALLS,
+    QWEN3_CALLS,
+    CallFormat,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +42,13 @@ class Family:
     opens_reasoning: bool
     forced_end: str
     answer_start: str
-    calls: calls.CallFormat | None
+    calls: CallFormat | None
     marks: tuple[str, ...]
+
+    @property
+    def turn_start(self) -> str:
+        """Return the text that begins an answer wherever no tool has said something."""
+        return self.turn_starts[0]
 
 
 QWEN3 = Family(
@@ -48,7 +60,7 @@ QWEN3 = Family(
     opens_reasoning=False,
     forced_end="\n</think>\n\n",
     answer_start="</think>",
-    calls=calls.CallFormat("<tool_call>", "</tool_call>", calls.read_hermes, calls.write_object),
+    calls=QWEN3_CALLS,
     marks=("<|im_start|>", "<tool_call>"),
 )
 DEEPSEEK_R1 = Family(
@@ -60,9 +72,7 @@ DEEPSEEK_R1 = Family(
     opens_reasoning=True,
     forced_end="\n</think>\n\n",
     answer_start="</think>",
-    calls=calls.CallFormat(
-        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", calls.read_deepseek, calls.write_deepseek, True
-    ),
+    calls=DEEPSEEK_CALLS,
     marks=("<｜Assistant｜>",),
 )
 GPT_OSS = Family(
@@ -86,7 +96,7 @@ GLM_4_5 = Family(
     opens_reasoning=False,
     forced_end="</think>\n",
     answer_start="</think>",
-    calls=calls.CallFormat("<tool_call>", "</tool_call>", calls.read_glm, calls.GLM.write),
+    calls=GLM_CALLS,
     marks=("[gMASK]", "<arg_key>"),
 )
 MINIMAX_M2 = Family(
@@ -98,7 +108,7 @@ MINIMAX_M2 = Family(
     opens_reasoning=True,
     forced_end="\n</think>\n\n",
     answer_start="</think>",
-    calls=calls.CallFormat("<minimax:tool_call>", "</minimax:tool_call>", calls.read_invokes, calls.INVOKE.write, True),
+    calls=MINIMAX_CALLS,
     marks=("]~b]", "<minimax:tool_call>"),
 )
 MISTRAL = Family(
@@ -110,7 +120,7 @@ MISTRAL = Family(
     opens_reasoning=False,
     forced_end="[/THINK]",
     answer_start="[/THINK]",
-    calls=calls.CallFormat("[TOOL_CALLS]", "", calls.read_mistral, calls.write_mistral, True, ", "),
+    calls=MISTRAL_CALLS,
     marks=("[INST]", "[TOOL_CALLS]"),
 )
 ALL = (QWEN3, DEEPSEEK_R1, GPT_OSS, GLM_4_5, MINIMAX_M2, MISTRAL)

@@ -18,6 +18,11 @@ Conversation = Sequence[Message]
 Conversations = Conversation | Sequence[Conversation] | Array | Series  # one, or several
 ROLES = ("system", "user", "assistant", "tool")
 MARK = "nanoinferMark"
+REASONING = (
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+)  # what vLLM, most templates and that of gpt-oss call a thought
 # What `apply_chat_template` takes for itself.
 ARGUMENTS = ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
 RESERVED = {*ARGUMENTS, "conversation", "messages", "tokenize", "padding", "truncation", "max_length", "self"}
@@ -117,7 +122,7 @@ class Template:
     def render(self, conversation: Conversation, index: int) -> str:
         """Return the text of a conversation. Raises RequestError for a wrong one, and whatever the template raises."""
         _check(conversation, index)
-        messages = [*map(_with_one_text, conversation)]
+        messages = [*map(_with_one_text, map(_with_reasoning, conversation))]
         if any("tool_calls" in message for message in messages):
             null, as_text = self._call_form(messages, index)
             messages = [_with_calls(*one, index, null, as_text) for one in enumerate(messages)]
@@ -126,7 +131,13 @@ class Template:
         for place, given in enumerate(conversation):
             if isinstance(given.get("content"), (list, tuple)) and self._takes_parts(messages, place):
                 messages[place] = {**messages[place], "content": _parts(given["content"])}
-        return self._render(messages)
+        try:
+            return self._render(messages)
+        except Exception:
+            joined = [*map(_with_one_thought, messages)]
+            if joined == messages:
+                raise
+            return self._render(joined)
 
     def _check_roles(self, messages: Conversation, index: int) -> None:
         """Raise RequestError for a role whose messages the template leaves out without a word."""
@@ -219,6 +230,23 @@ def _with_one_text(message: Message) -> Message:
     if not isinstance(parts, (list, tuple)):
         return message
     return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a message whose thought, if it has one, stands under each of its names."""
+    if not any(name in message for name in REASONING):
+        return message
+    thoughts = [message[name] for name in REASONING if message.get(name) is not None]
+    others = {name: value for name, value in message.items() if name not in REASONING}
+    return {**others, **dict.fromkeys(REASONING, thoughts[0])} if thoughts else others
+
+
+def _with_one_thought(message: Message) -> Message:
+    """Join the content beside tool calls to the thought: the template of gpt-oss has no place for both."""
+    content, thought = message.get("content"), message.get(REASONING[0])
+    if not (message.get("tool_calls") and isinstance(content, str) and content and thought):
+        return message
+    return {**message, "content": "", **dict.fromkeys(REASONING, f"{thought}\n{content}")}
 
 
 def _with_calls(
