@@ -53,8 +53,8 @@ def parse_line(line: Line) -> dict[str, Any]:
 def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a line, which is in OpenAI's batch format or nothing but a body. Raises RequestError.
 
-    The result has messages, perhaps with CHAT_OPTIONS and TOOL_CHOICE, or a list of prompts as "prompt", perhaps with echo; and fields
-    of SamplingParams. Or it has a list of texts to embed as "input", and EMBEDDING_FIELDS.
+    The result has messages, perhaps with CHAT_OPTIONS and TOOL_CHOICE, or a list of prompts as "prompt", perhaps with
+    echo; and fields of SamplingParams. Or it has a list of texts to embed as "input", and EMBEDDING_FIELDS.
     """
     body, needed = content, ""
     if "body" in content:

@@ -262,7 +262,7 @@ INVOKE = Tags(
     value_end="</parameter>",
     close="</invoke>",
     pad="",
-    writes=('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>"),
+    writes=('\n<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>"),
 )
 GLM = Tags(
     open=re.compile(r"\s*([^\s<]+)"),
@@ -320,7 +320,7 @@ MINIMAX_CALLS = CallFormat(
     "<minimax:tool_call>",
     "</minimax:tool_call>",
     read_invokes,
-    (Writing("", "<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>", False, INVOKE.write),),
+    (Writing("", "<minimax:tool_call>", "", "\n</minimax:tool_call>", False, INVOKE.write),),
 )
 MISTRAL_CALLS = CallFormat(
     "[TOOL_CALLS]",
