@@ -10,6 +10,7 @@ from nanoinfer.responses.calls import Call, CallFormat, json_end, skip_space
 from nanoinfer.responses.families import Family
 
 Part = Literal["reasoning", "content", "tool_calls"]
+MAX_ENDS = 16  # that a call may have within a text, to be read before all has come
 
 
 class Span(NamedTuple):
@@ -113,7 +114,7 @@ class TagSplitter(Splitter):
         self._calls = calls
         self._has_thought = False  # whether one has ended
         self._around: Part | None = None  # the part in which the tool call stands that is being read
-        self._next_end = 0  # where to look for the end of it
+        self._next_end, self._num_ends = 0, 0  # where to look for the end of it; how many ends it did not have
 
     def _scan(self, is_final: bool) -> None:
         while True:
@@ -129,6 +130,7 @@ class TagSplitter(Splitter):
             self._add(found.start())
             if found[0] == self._calls.start:
                 self._around, self._next_end, self.part = self.part, found.end(), "tool_calls"
+                self._num_ends = 0
             elif not self._switch(found[0], found.end()):
                 self._add(found.end())
 
@@ -152,10 +154,10 @@ class TagSplitter(Splitter):
         """Read the tool calls that begin here; return False if more of the text has to come first."""
         calls, start = self._calls, self._pos + len(self._calls.start)
         end_mark = self._family.reasoning_end if self._around == "reasoning" else calls.end
-        while end_mark and (end := self.text.find(end_mark, self._next_end)) >= 0:
+        while end_mark and self._num_ends < MAX_ENDS and (end := self.text.find(end_mark, self._next_end)) >= 0:
             if self._around == "reasoning":  # the thought goes on
                 return self._give_up(start)
-            self._next_end = end + 1
+            self._next_end, self._num_ends = end + 1, self._num_ends + 1
             found, read_to = calls.read(self.text, start)
             closing = skip_space(self.text, read_to)
             if found and self.text.startswith(calls.end, closing):

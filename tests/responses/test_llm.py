@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import doctest
 import json
 import pickle
 from collections.abc import Iterator
@@ -186,6 +187,13 @@ def test_a_template_that_the_llm_is_given_counts() -> None:
         text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
         message = ask(llm, writing(text)).message
         assert (message["content"], message["reasoning"]) == ("Yes.", "Hm.")
+
+
+def test_the_page_about_answers_prints_what_it_shows() -> None:
+    page = Path(__file__).parents[2] / "docs" / "responses.md"
+    results = doctest.testfile(str(page), module_relative=False)
+    assert results.attempted > 10
+    assert results.failed == 0
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
