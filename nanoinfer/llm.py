@@ -91,8 +91,8 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         self._states_reader = HiddenStatesReader(found.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control = loaded.control
-        self.response_reader = ResponseReader(self.config.response_template, self.preparer.prompt_processor)
-        self._async_calls = AsyncCalls(self.queue, self.preparer, self.response_reader)
+        self._response_reader = ResponseReader(self.config.response_template, self.preparer.prompt_processor)
+        self._async_calls = AsyncCalls(self.queue, self.preparer, self._response_reader)
         self._write_trace = loaded.start_trace(self.config.trace, repr(self)) if self.config.trace else None
         loaded.log_start(repr(self), import_seconds.take(), time.perf_counter() - started)
 
@@ -213,7 +213,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         }
         portions = self.preparer.prepare_chats(
             messages,
-            self.response_reader.with_tool_choice(sampling_params, tools, tool_choice),
+            self._response_reader.with_tool_choice(sampling_params, tools, tool_choice),
             template_options,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
@@ -221,7 +221,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
             on_error=on_error,
             at_once=wanted is not None or on_finish is not None,
         )
-        return self._complete(portions, use_tqdm, self.response_reader.reading(tools, on_finish), wanted)
+        return self._complete(portions, use_tqdm, self._response_reader.reading(tools, on_finish), wanted)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
         """Complete one prompt or many, and yield what is new of each as its tokens come.
@@ -276,13 +276,13 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
         template_options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         requests = self.preparer.prepare_chat(messages, sampling_params, template_options, priority=[priority])
-        return self.response_reader.expect(self.queue.add_requests(requests, self._inbox)[0], tools)
+        return self._response_reader.expect(self.queue.add_requests(requests, self._inbox)[0], tools)
 
     def step(self) -> list[RequestOutput]:
         """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""
         if not self._inbox.outputs:
             self.queue.step()
-        return self.response_reader.read_expected(self.queue.collect(self._inbox))
+        return self._response_reader.read_expected(self.queue.collect(self._inbox))
 
     def is_finished(self) -> bool:
         """Return whether no request is left, those of other calls included, and `step` has nothing more to return."""
@@ -382,7 +382,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""
-        inbox, with_part = Inbox(is_stream=True), self.response_reader.telling_parts(requests)
+        inbox, with_part = Inbox(is_stream=True), self._response_reader.telling_parts(requests)
         try:
             self.queue.add_requests(requests, inbox)
             while not inbox.is_complete or inbox.chunks:  # in this order: another thread's step may bring the last ones

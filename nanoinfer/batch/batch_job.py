@@ -332,7 +332,7 @@ class Job:
             # Without the option, answers stay as they were before there was one.
             is_split = "messages" in body and (self._llm.config.response_template is not None or TOOL_CHOICE in body)
             for output in outputs if is_split else ():
-                self._response_reader.read(output, body.get("tools"))
+                self._response_reader.reading(body.get("tools"))(output)
             content = response_body(outputs, params, "messages" in body, echo, is_split, **entries)
         response = {"status_code": 200, "request_id": str(outputs[0].request_id), "body": content}
         self._output.write(line, {"custom_id": custom_id, "response": response, "error": None})

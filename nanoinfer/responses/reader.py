@@ -1,7 +1,7 @@
 """Messages and parts of what one LLM answers, made when they are asked for, so that other jobs lose nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamChunk, make_later
@@ -14,6 +14,8 @@ from nanoinfer.text.arguments import OnFinish, Params, as_list
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer
 
+Schemas = Callable[[], Mapping[str, Mapping[str, Any]]]  # of the tools of a chat, made when they are needed
+
 
 class ResponseReader:
     """Reads the answers of an LLM.
@@ -23,7 +25,7 @@ class ResponseReader:
 
     def __init__(self, given: str | Mapping[str, Any] | None, prompt_processor: PromptProcessor) -> None:
         self._given, self._processor = given, prompt_processor
-        self._tools: dict[int, Sequence[Any] | None] = {}  # of single requests, by their ids, until they come
+        self._chats: dict[int, OnFinish] = {}  # single requests by their ids, until their outputs come
 
     @cached_property
     def template(self) -> Template | None:
@@ -52,30 +54,29 @@ class ResponseReader:
 
         tools: of the chat. on_finish: what is called afterwards.
         """
+        schemas = cache(lambda: schemas_of(tools))
 
         def finish(output: Any) -> Any:
-            self.read(output, tools)
+            self._read(output, schemas)
             return None if on_finish is None else on_finish(output)
 
         return finish
 
-    def read(self, output: RequestOutput, tools: Sequence[Any] | None) -> RequestOutput:
-        """Let an output make its messages, and return it."""
-        for sample in output.outputs:
-            make_later(sample, partial(self._message, output, tools))
-        return output
-
     def expect(self, request_id: int, tools: Sequence[Any] | None) -> int:
         """Note that a request is a chat, and return its id."""
-        self._tools[request_id] = tools
+        self._chats[request_id] = self.reading(tools)
         return request_id
 
     def read_expected(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Let those outputs make their messages that are of chats, and return all."""
         for output in outputs:
-            if output.request_id in self._tools:
-                self.read(output, self._tools.pop(output.request_id))
+            if output.request_id in self._chats:
+                self._chats.pop(output.request_id)(output)
         return outputs
+
+    def _read(self, output: RequestOutput, schemas: Schemas) -> None:
+        for sample in output.outputs:
+            make_later(sample, partial(self._message, output.prompt, output.prompt_token_ids, schemas))
 
     def telling_parts(self, requests: Sequence[PreparedRequest]) -> Callable[[StreamChunk], StreamChunk]:
         """Return what lets each chunk of a stream say its part. requests: those that are streamed."""
@@ -83,9 +84,10 @@ class ResponseReader:
 
         def tell(chunk: StreamChunk) -> StreamChunk:
             key = chunk.index, chunk.sample
-            if key not in followed:
-                followed[key] = Followed(partial(self._begin, requests[chunk.index]))
-            return followed[key].add(chunk)
+            one = followed.pop(key, None) or Followed(partial(self._begin, requests[chunk.index]))
+            if chunk.finish_reason is None:
+                followed[key] = one
+            return one.add(chunk)
 
         return tell
 
@@ -98,15 +100,14 @@ class ResponseReader:
         text = tokenizer.decode(prompt, skip_special_tokens=False) if request.prompt is None else request.prompt
         return begin(self.template, text), tokenizer.detokenizer(skip_special_tokens=False, prompt=prompt)
 
-    def _message(self, output: RequestOutput, tools: Sequence[Any] | None, sample: CompletionOutput) -> Message:
+    def _message(
+        self, prompt: str | None, prompt_ids: list[int], schemas: Schemas, sample: CompletionOutput
+    ) -> Message:
         tokenizer, template = self._processor.tokenizer, self.template
         if tokenizer is None or template is None:
             return message_of(sample.text, None)
-        text = self._text(tokenizer, output.prompt_token_ids, sample)
-        before = output.prompt
-        if before is None:
-            before = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
-        return message_of(text, template, before, schemas_of(tools))
+        before = tokenizer.decode(prompt_ids, skip_special_tokens=False) if prompt is None else prompt
+        return message_of(self._text(tokenizer, prompt_ids, sample), template, before, schemas())
 
     def _text(self, tokenizer: Tokenizer, prompt: list[int], sample: CompletionOutput) -> str:
         """Return the text of a completion with special tokens, without what stopped it."""
