@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Form = dict[str, Any]  # a format of a structural tag
+from nanoinfer.responses.arguments import DECODER, json_end, json_members, skip_space, types_of
 
-DECODER = json.JSONDecoder(strict=False, parse_constant=lambda name: _refuse(name))  # models write newlines in strings
-SPACE = re.compile(r"\s*")
-MAX_REFERENCES = 8  # within one another
+Form = dict[str, Any]  # a format of a structural tag
 
 
 class Call(NamedTuple):
@@ -59,40 +57,6 @@ class CallFormat:
     end: str
     read: Reader
     ways: tuple[Writing, ...]
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def skip_space(text: str, pos: int) -> int:
-    """Return where the white space from `pos` on ends."""
-    return SPACE.match(text, pos).end()  # type: ignore[union-attr]
-
-
-def json_end(text: str, pos: int) -> int | None:
-    """Return where the JSON value at `pos` ends; None where there is none, or not all of it."""
-    try:
-        return DECODER.raw_decode(text, pos)[1]
-    except (ValueError, RecursionError):
-        return None
-
-
-def json_members(text: str, pos: int) -> tuple[dict[str, str], int] | None:
-    """Return the members of the JSON object at `pos`, as they are written, and where it ends; None if it is broken."""
-    if not text.startswith("{", pos) or (end := json_end(text, pos)) is None:
-        return None
-    found: dict[str, str] = {}
-    pos = skip_space(text, pos + 1)
-    while text[pos] != "}":
-        name, pos = DECODER.raw_decode(text, pos)
-        pos = skip_space(text, skip_space(text, pos) + 1)  # over the colon
-        value_end = DECODER.raw_decode(text, pos)[1]
-        found[name] = text[pos:value_end]
-        pos = skip_space(text, value_end)
-        if text[pos] == ",":
-            pos = skip_space(text, pos + 1)
-    return found, end
 
 
 def _as_call(members: Mapping[str, str]) -> Call | None:
@@ -368,36 +332,3 @@ def _value_form(schema: Any, parameters: Mapping[str, Any]) -> Form:
 def definitions(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a schema defines for references to it."""
     return {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
-
-
-OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-ALIASES = {kind.__name__: name for kind, name in OF_PYTHON.items()}  # which some write for JSON Schema's names
-
-
-def types_of(schema: Any, parameters: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a parameter's schema allows, by JSON Schema's names; empty where it does not say.
-
-    parameters: the schema that it is a part of, where references lead.
-    """
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
-        return set()
-    given = schema.get("type")
-    kinds = [given] if isinstance(given, str) else _items(given)
-    found = {ALIASES.get(kind, kind) for kind in kinds if isinstance(kind, str)}
-    if not found:
-        values = [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else ())]
-        found = {OF_PYTHON.get(type(value), "null") for value in values}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        target: Any = parameters
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        found |= types_of(target, parameters, depth + 1)
-    for union in ("anyOf", "oneOf", "allOf"):
-        for choice in _items(schema.get(union)):
-            found |= types_of(choice, parameters, depth + 1)
-    return found | {"null"} if found and schema.get("nullable") else found
-
-
-def _items(value: Any) -> list[Any]:
-    """Return a list as it is, and an empty one for whatever else a schema may hold in its place."""
-    return value if isinstance(value, list) else []

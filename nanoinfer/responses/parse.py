@@ -6,13 +6,12 @@ parser, which came with version 5.
 """
 
 import hashlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.responses.calls import DECODER, Call, json_members, types_of
+from nanoinfer.responses.arguments import arguments_text, dump
+from nanoinfer.responses.calls import Call
 from nanoinfer.responses.families import Family, family_named, family_of
 from nanoinfer.responses.splitter import HarmonySplitter, Part, Splitter, TagSplitter
 
@@ -152,89 +151,6 @@ def _to_openai(call: Call, seed: Any, number: int, schemas: Mapping[str, Mapping
     unique.update(b"%d" % number)
     function = {"name": call.name, "arguments": arguments_text(call.arguments, schemas.get(call.name, {}))}
     return {"id": unique.hexdigest()[:ID_LENGTH], "type": "function", "function": function}
-
-
-# -------- Arguments ---------------------------------------------------------------------------------------------------
-
-
-def arguments_text(arguments: str | Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-    """Return arguments as JSON text, with the types of the schema `parameters`.
-
-    JSON stays as it is written, but for strings where the schema wants something else. Texts become what the schema
-    says; where it says nothing of a parameter, a string.
-    """
-    properties = parameters.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    if not isinstance(arguments, str):
-        values = {
-            name: typed(value, types_of(properties[name], parameters)) if name in properties else value
-            for name, value in arguments.items()
-        }
-        return dump(values)
-    if (found := json_members(arguments, 0)) is None or found[1] < len(arguments):
-        return _strict(arguments)
-    texts = dict(found[0])
-    for name, text in texts.items():
-        kinds = types_of(properties.get(name), parameters)
-        if text.startswith('"') and kinds and "string" not in kinds:
-            texts[name] = dump(typed(DECODER.decode(text), kinds))
-    if texts == found[0]:
-        return _strict(arguments)
-    return _strict(f"{{{', '.join(f'{dump(name)}: {text}' for name, text in texts.items())}}}")
-
-
-def typed(text: str, kinds: set[str]) -> Any:
-    """Return a text as a value of one of the types, or as it is where it is none. No types: any JSON but a string."""
-    stripped = text.strip()
-    if stripped == "None" and "null" in kinds:
-        return None
-    if stripped in ("True", "False") and "boolean" in kinds:
-        return stripped == "True"
-    try:
-        value = DECODER.decode(stripped)
-    except (ValueError, RecursionError):
-        return text
-    match value:
-        case None:
-            own = {"null"}
-        case bool():
-            own = {"boolean"}
-        case int():
-            own = {"integer", "number"}
-        case float() if not math.isfinite(value):
-            return text
-        case float():
-            own = {"number", "integer"} if value.is_integer() else {"number"}
-            if own & kinds == {"integer"}:
-                value = int(value)
-        case list():
-            own = {"array"}
-        case dict():
-            own = {"object"}
-        case _:
-            return text
-    return value if own & kinds or not kinds else text
-
-
-def dump(value: Any) -> str:
-    """Return a value as JSON text, which can be written as UTF-8."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which a model has escaped
-        return json.dumps(value)
-    return text
-
-
-def _strict(text: str) -> str:
-    """Return JSON text as every parser reads it: a model may have written a line break within a string."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return dump(DECODER.decode(text))
-    except RecursionError:
-        pass
-    return text
 
 
 # -------- Response templates of transformers --------------------------------------------------------------------------

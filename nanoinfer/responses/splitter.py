@@ -6,7 +6,8 @@ The parts tile the text, so nothing is lost: whatever cannot be read as a tool c
 import re
 from typing import Literal, NamedTuple
 
-from nanoinfer.responses.calls import Call, CallFormat, json_end, skip_space
+from nanoinfer.responses.arguments import json_end, skip_space
+from nanoinfer.responses.calls import Call, CallFormat
 from nanoinfer.responses.families import Family
 
 Part = Literal["reasoning", "content", "tool_calls"]
