@@ -38,7 +38,6 @@ class ResponseReader:
         if (schemas := chosen(tool_choice, tools)) is None:
             return params
         chat = getattr(self._processor.require_tokenizer().hf, "chat_template", None)
-
         is_one = params is None or isinstance(params, SamplingParams)
         given: Any = [params or SamplingParams()] if is_one else as_list(params)
         if not isinstance(given, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in given):

@@ -168,12 +168,10 @@ class TagSplitter(Splitter):
             return False
         found, read_to = calls.read(self.text, start)
         closing = skip_space(self.text, read_to)
+        if not found:
+            return self._give_up(start)
         is_closed = calls.end and self.text.startswith(calls.end, closing)
-        return (
-            self._end_calls(found, closing + len(calls.end) if is_closed else read_to)
-            if found
-            else self._give_up(start)
-        )
+        return self._end_calls(found, closing + len(calls.end) if is_closed else read_to)
 
     def _give_up(self, end: int) -> bool:
         """Leave a mark, up to `end`, that no tool call follows, to the part that it stands in."""
