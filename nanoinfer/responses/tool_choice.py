@@ -52,7 +52,7 @@ def constrain(
     if params.structured_outputs is not None:
         raise RequestError("there are tool_choice and structured_outputs; give one of them")
     form = _form(schemas, is_one, template, chat if isinstance(chat, str) else "")
-    tag = {"type": "structural_tag", "format": form}
+    tag = {"type": "structural_tag", "format": form, "includes_thought": template.calls is None}
     return replace(params, structured_outputs=StructuredOutputsParams(structural_tag=tag))
 
 
