@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from itertools import takewhile
 from typing import Any, NoReturn, get_args
 
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, only_values
 from nanoinfer.errors import explain_unknown
 from nanoinfer.sampling_params import FOREIGN_NAMES
 from nanoinfer.structured_outputs import SWITCHES
@@ -80,7 +80,8 @@ def add_engine_options(group: Any, needs_model: bool = True, names: Collection[s
     for field in fields(EngineConfig):
         if names is not None and field.name not in names:
             continue
-        kind = (*get_args(field.type), field.type)[0]  # int for `int | None`
+        choices = only_values(field.type)
+        kind = str if choices else (*get_args(field.type), field.type)[0]  # int for `int | None`
         options: dict[str, Any] = {"required": needs_model and field.default is MISSING, "default": argparse.SUPPRESS}
         explained, default = field.metadata["help"], field.default
         if kind is bool:
@@ -88,7 +89,7 @@ def add_engine_options(group: Any, needs_model: bool = True, names: Collection[s
             default = "on" if default else "off"
         else:
             reader = json_object if kind == Mapping[str, Any] else kind
-            options |= {"type": reader, "choices": field.metadata["choices"], "metavar": metavars.get(kind)}
+            options |= {"type": reader, "choices": choices or None, "metavar": metavars.get(kind)}
         if default not in (MISSING, None):
             explained += f" Default: {default}."
         group.add_argument(option_string(field.name), help=explained.replace("%", "%%"), **options)

@@ -7,17 +7,17 @@ explained where it is declared; docstrings and the command line's --help are mad
 import json
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, get_args, get_origin
 
 from nanoinfer.errors import ConfigError, check_names
 from nanoinfer.structured_outputs import switches_of_all
 from nanoinfer.vllm_names import LLM_NAMES as VLLM_NAMES
 
-# The only values of options, where there are such; `engine_options.py` shows them to editors.
+# The only values of options, where there are such.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ExecutorBackend = Literal["mp", "external_launcher"]
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "int8"]
@@ -25,44 +25,65 @@ AttentionBackendName = Literal["auto", "flash_attn", "triton", "torch"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImplementation = Literal["auto", "nanoinfer", "transformers"]
-Quantization = Literal["fp8", "int4"]
+Quantization = Literal["fp8", "int8", "int4"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 DTYPES = get_args(Dtype)[1:]
 QUANTIZATIONS = get_args(Quantization)
+REASONING_NAMES = ("reasoning_start_str", "reasoning_end_str")
+OLD_REASONING_NAMES = {f"think_{which}_str": f"reasoning_{which}_str" for which in ("start", "end")}  # vLLM's first
+REASONING_EXAMPLE = "{'reasoning_start_str': '<think>', 'reasoning_end_str': '</think>'}"
 SLEEP_TAGS = ("weights", "kv_cache")  # what wakes up, in order: the cache comes with graphs, which read the weights
-# Numbers other than counts, each with its type, a test of its range, and the rule and the remedy in words.
-NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "seed": (
-        Integral,
-        lambda value: -(2**63) <= value < 2**63,
-        "is not an int of 64 bits; use a whole number such as 0",
-    ),
-    "max_logprobs": (
-        Integral,
-        lambda value: -1 <= value < 2**31,
-        "must be a whole number of at least -1; use -1 for no limit",
-    ),
-    "gpu_memory_utilization": (
-        Real,
-        lambda value: 0 < value <= 1,
-        "must lie in (0, 1]; 0.9 suits a GPU of your own",
-    ),
-    "grammar_timeout": (
-        Real,
-        lambda value: 0 < value < 10**6,
-        "must be seconds, above 0 and below 10**6; 60 is usual",
-    ),
-}
+Given = TypeVar("Given", contravariant=True)  # the type of an option as users give it
+Kept = TypeVar("Kept", covariant=True)
+Options = ParamSpec("Options")
 
 
-def option(default: Any, explained: str, values: Any = None, is_neutral: bool = False) -> Any:
+class TorchDtype(Protocol):
+    """Stands for torch.dtype, by what no string has: this file does without PyTorch."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+class TorchDevice(Protocol):
+    """Stands for torch.device."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def type(self) -> str: ...
+
+
+class Converted(Protocol[Given, Kept]):
+    """Types an option that is kept in another type than it may be given in: `Converted[given, kept]`.
+
+    Type checkers take it for a descriptor, which says both. At run time it is the second type alone.
+    """
+
+    def __get__(self, config: Any, owner: Any) -> Kept: ...
+    def __set__(self, config: Any, given: Given) -> None: ...
+    def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+        return types[1]
+
+
+class Range(NamedTuple):
+    """Says which numbers an option takes. rule: which, and what to use instead, in words."""
+
+    kind: type
+    holds: Callable[[Any], bool]
+    rule: str
+
+
+COUNTS = Range(Integral, lambda value: 1 <= value < 2**31, "must be a whole number of at least 1, and below 2**31")
+
+
+def option(default: Any, explained: str, numbers: Range | None = None, is_neutral: bool = False) -> Any:
     """Declare a field of EngineConfig together with its explanation.
 
-    values: a Literal of its only values, if it has any. is_neutral: whether it changes no answer, beyond rounding, of a
-    request that is served with and without it.
+    numbers: those that it takes, if they are not COUNTS. is_neutral: whether it changes no answer, beyond rounding, of
+    a request that is served with and without it.
     """
-    metadata = {"help": explained, "choices": get_args(values) or None, "is_neutral": is_neutral}
-    return field(default=default, kw_only=default is not MISSING, metadata=metadata)
+    return field(default=default, metadata={"help": explained, "numbers": numbers, "is_neutral": is_neutral})
 
 
 neutral_option = partial(option, is_neutral=True)
@@ -72,23 +93,25 @@ neutral_option = partial(option, is_neutral=True)
 class EngineConfig:
     """Holds the options of `LLM`, validated. Raises ConfigError (a ValueError) for a value out of range."""
 
-    model: str = option(
+    model: Converted[str | Path, str] = option(
         MISSING, 'A local folder, the id of a model on the Hugging Face hub, or "tiny" for the included one.'
     )
-    dtype: str = option(
+    _: KW_ONLY
+    dtype: Converted[Dtype | TorchDtype, Dtype] = option(
         "auto",
-        'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA and float32 on a CPU.',
-        Dtype,
+        'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA. On a CPU it is '
+        "float32, or bfloat16 where a large model has that and the CPU multiplies it (AMX, AVX512-BF16).",
     )
-    device: str = neutral_option("auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.')
+    device: Converted[str | TorchDevice, str] = neutral_option(
+        "auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.'
+    )
     tensor_parallel_size: int = neutral_option(
         1, "The number of GPUs that the model is split over, counted from `device` on; on a CPU, of processes."
     )
-    distributed_executor_backend: str = neutral_option(
+    distributed_executor_backend: ExecutorBackend = neutral_option(
         "mp",
         '"mp" starts a process for each further GPU; with "external_launcher" the processes are there (torchrun), and '
         "those that share a model all make the same calls.",
-        ExecutorBackend,
     )
     data_parallel_size: int = neutral_option(
         1,
@@ -105,68 +128,68 @@ class EngineConfig:
         16384, "The most prompt tokens in one step; longer prompts are computed in chunks."
     )
     gpu_memory_utilization: float = neutral_option(
-        0.9, "The share of the GPU's memory that the engine may use, in (0, 1]; other programs do not count."
+        0.9,
+        "The share of the GPU's memory that the engine may use, in (0, 1]; other programs do not count.",
+        Range(Real, lambda value: 0 < value <= 1, "must lie in (0, 1]; 0.9 suits a GPU of your own"),
     )
     kvcache_block_size: int = neutral_option(
         256, "The number of tokens in a block of the KV cache; a multiple of 16, and of 256 for flash_attn."
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: KVCacheDtype = option(
         "auto",
         'The type of keys and values in the KV cache: "auto" is that of the model; "int8" and "fp8" ("fp8_e4m3" is the '
         "same) round them to 8 bits, with a scale for each token and KV head, so that nearly twice the tokens fit.",
-        KVCacheDtype,
     )
     num_kvcache_blocks: int | None = neutral_option(
         None, "The number of blocks in the KV cache, of all layers; if not given, as many as fit into memory."
     )
     enable_prefix_caching: bool = neutral_option(True, "Reuse the KV blocks of prefixes that were computed before.")
     enforce_eager: bool = neutral_option(False, "Run without CUDA graphs.")
-    attention_backend: str = neutral_option(
+    attention_backend: AttentionBackendName = neutral_option(
         "auto",
         '"triton" uses our own kernels (before Hopper, prefill uses flash-attn where that is installed); "flash_attn" '
         'uses flash-attn alone; "torch" uses plain PyTorch; "auto" takes the fastest that can serve.',
-        AttentionBackendName,
     )
     overlap: bool = neutral_option(
         True,
         "Launch each step before the tokens of the last one are collected, so that the GPU never waits for the host.",
     )
-    load_format: str = option(
+    load_format: LoadFormat = option(
         "auto",
         '"auto" and "safetensors" read the checkpoint; "dummy" draws random weights and needs only config.json.',
-        LoadFormat,
     )
-    runner: str = neutral_option(
+    runner: RunnerKind = neutral_option(
         "auto",
         '"generate" completes prompts; "pooling" makes embeddings, classes or rewards alone, without a language-model '
         'head; "auto" is what the model is for: pooling if it has no such head, or files of sentence-transformers.',
-        RunnerKind,
     )
-    model_impl: str = option(
+    model_impl: ModelImplementation = option(
         "auto",
         '"nanoinfer" runs the layers that are written here, "transformers" those of the package transformers, with our '
         'attention, cache and sampling; "auto" takes ours where there are any.',
-        ModelImplementation,
     )
     compile: bool = neutral_option(
         False,
         "Compile the layers of a model of transformers by torch.compile; the first start then takes a minute longer.",
     )
-    quantization: str | None = option(
+    quantization: Quantization | None = option(
         None,
-        '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4. A checkpoint that has '
-        "them in 8 or 4 bits says how they are read, and needs no option.",
-        Quantization,
+        '"fp8" rounds the weights of linear layers to 8 bits while they are loaded, "int4" to 4, and "int8", which is '
+        "for CPUs, to integers of 8. A checkpoint that has them in 8 or 4 bits says how they are read, and needs no "
+        "option.",
     )
-    logprobs_mode: str = option(
+    logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
         'What log-probabilities are of: "raw_logprobs" is the model\'s own distribution, "processed_logprobs" the one '
         'that tokens are drawn from, after biases, penalties, grammars, temperature and filters; "raw_logits" and '
         '"processed_logits" are the logits of either, in the same places.',
-        LogprobsMode,
     )
     max_logprobs: int = neutral_option(
-        -1, "The most `logprobs` and `prompt_logprobs` that a request may ask for; -1 is as many as the vocabulary has."
+        -1,
+        "The most `logprobs` and `prompt_logprobs` that a request may ask for; -1 is as many as the vocabulary has.",
+        Range(
+            Integral, lambda value: -1 <= value < 2**31, "must be a whole number of at least -1; use -1 for no limit"
+        ),
     )
     enable_return_routed_experts: bool = neutral_option(
         False, "Return which experts computed each token, as `routed_experts` of every completion."
@@ -176,12 +199,12 @@ class EngineConfig:
         "The branch, tag or commit of the model on the hub; if not given, the main branch. The tokenizer's too, unless "
         "`tokenizer` names another one.",
     )
-    tokenizer: str | None = option(
+    tokenizer: Converted[str | Path | None, str | None] = option(
         None,
         "A local folder, or the id of a repository on the hub, that has the tokenizer and its chat template; if not "
         "given, the model's own.",
     )
-    download_dir: str | None = neutral_option(
+    download_dir: Converted[str | Path | None, str | None] = neutral_option(
         None, "The folder that keeps what is downloaded from the hub; if not given, the cache of huggingface_hub."
     )
     hf_overrides: Mapping[str, Any] | None = option(
@@ -202,15 +225,31 @@ class EngineConfig:
         "If not given, that of `auto`, but files of run-batch keep the whole text as the content.",
     )
     grammar_timeout: float = neutral_option(
-        60.0, "The most seconds that the grammar of a request may take to compile; beyond, the request is an error."
+        60.0,
+        "The most seconds that the grammar of a request may take to compile; beyond, the request is an error.",
+        Range(Real, lambda value: 0 < value < 10**6, "must be seconds, above 0 and below 10**6; 60 is usual"),
     )
-    trace: str | None = neutral_option(
+    reasoning_config: Mapping[str, Any] | None = option(
+        None,
+        "A dict, in JSON on the command line, of the texts that the model writes before and after a thought, "
+        "reasoning_start_str and reasoning_end_str; if not given, those of the family that response_template names, or "
+        "that the chat template is written for. Where this option or response_template is given, structured outputs "
+        "begin after the thought.",
+    )
+    trace: Converted[str | Path | None, str | None] = neutral_option(
         None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
     )
-    seed: int = option(0, "The number from which the random streams of all requests derive.")
+    seed: int = option(
+        0,
+        "The number from which the random streams of all requests derive.",
+        Range(
+            Integral,
+            lambda value: -(2**63) <= value < 2**63,
+            "is not an int of 64 bits; use a whole number such as 0",
+        ),
+    )
 
     def __post_init__(self) -> None:
-        # A Path, a torch.device or a torch.dtype says what it means as a string.
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -219,7 +258,7 @@ class EngineConfig:
         if self.hf_overrides is not None:
             object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         for item in fields(self):
-            name, value, choices = item.name, getattr(self, item.name), item.metadata["choices"]
+            name, value, choices = item.name, getattr(self, item.name), only_values(item.type)
             if choices and value not in (*choices, item.default):
                 raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
             if item.type is bool and not isinstance(value, bool):
@@ -228,23 +267,20 @@ class EngineConfig:
                 if not isinstance(value, str | Path) or not str(value):
                     raise ConfigError(f"{name}={value!r} is no text; use a string that is not empty")
                 object.__setattr__(self, name, str(value))
-            is_count = int in (item.type, *get_args(item.type)) and name not in NUMBERS
-            if is_count and (value is not None or item.default is not None):
-                if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
-                    raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, and below 2**31")
-                object.__setattr__(self, name, int(value))  # NumPy's integers, say
-        for name, (kind, is_in_range, rule) in NUMBERS.items():
-            value = getattr(self, name)
-            is_number = isinstance(value, kind) and not isinstance(value, bool)
-            number = int(value) if is_number and kind is Integral else value
-            if not is_number or not is_in_range(number):
-                raise ConfigError(f"{name}={value!r} {rule}")
-            object.__setattr__(self, name, number)
+            is_whole = int in (item.type, *get_args(item.type))
+            if (is_whole or item.type is float) and (value is not None or item.default is not None):
+                kind, holds, rule = item.metadata["numbers"] or COUNTS
+                is_number = isinstance(value, kind) and not isinstance(value, bool)
+                number = int(value) if is_number and is_whole else value  # NumPy's integers, say
+                if not is_number or not holds(number):
+                    raise ConfigError(f"{name}={value!r} {rule}")
+                object.__setattr__(self, name, number)
         object.__setattr__(self, "structured_outputs_config", switches_of_all(self.structured_outputs_config))
         if self.response_template is not None:
             from nanoinfer.responses.families import as_response_template  # few ask for it
 
             object.__setattr__(self, "response_template", as_response_template(self.response_template))
+        object.__setattr__(self, "reasoning_config", _checked_reasoning(self.reasoning_config))
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="
@@ -277,6 +313,19 @@ class EngineConfig:
         return cls(model=str(model), **check_names("LLM", options, known, VLLM_NAMES))
 
 
+def only_values(kind: Any) -> tuple[Any, ...]:
+    """Return the values that the Literal in an option's type allows; none where it has no Literal."""
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return tuple(value for part in literals for value in get_args(part))
+
+
+def showing_options_of(
+    config: Callable[Options, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
+    """Return a decorator of a method: editors and type checkers then know its options as those of `config`."""
+    return lambda method: method
+
+
 ANSWERS_DEPEND_ON = tuple(item.name for item in fields(EngineConfig) if not item.metadata["is_neutral"])
 
 
@@ -291,6 +340,25 @@ def _check_trace(path: Path) -> None:
         reason = f", with a name that the system takes ({getattr(error, 'strerror', None) or error})"
     if reason or path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"trace={str(path)!r} cannot be written; give a file in a folder that exists{reason}")
+
+
+def _checked_reasoning(config: Any) -> dict[str, str] | None:
+    """Return reasoning_config with the names that it has here. Raises ConfigError."""
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"reasoning_config={config!r:.200} is no dict; use {REASONING_EXAMPLE}, say")
+    renamed = {OLD_REASONING_NAMES.get(str(name), str(name)): value for name, value in config.items()}
+    try:
+        given = check_names(
+            "reasoning_config", renamed, REASONING_NAMES, {"reasoning_parser": "response_template of LLM"}
+        )
+    except TypeError as error:
+        raise ConfigError(str(error)) from None
+    for name, value in given.items():
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"reasoning_config has {name}={value!r:.200}, no text; use {REASONING_EXAMPLE}, say")
+    return given or None
 
 
 def _as_json(overrides: Any) -> dict[str, Any]:

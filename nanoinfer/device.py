@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from nanoinfer.errors import ConfigError
 
 CAPTURE_LOCK = threading.Lock()
-MIN_THREADED_PARAMETERS = 2**24  # threads slow the steps of smaller models down
+MIN_BFLOAT16_WEIGHTS = 2**24  # steps of smaller models wait for operators, of which bfloat16 needs more
 
 
 def select_device(requested: str) -> torch.device:
@@ -71,12 +71,24 @@ def becomes_idle(device: torch.device, seconds: float) -> bool:
     return idle
 
 
-def select_dtype(requested: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that `requested` names; "auto" is the checkpoint's on CUDA, and float32 on a CPU."""
+def select_dtype(requested: str, checkpoint: str, num_weights: int, device: torch.device) -> torch.dtype:
+    """Return the dtype that `requested` names.
+
+    "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if that changes no weight and is faster: if the
+    checkpoint is in bfloat16, the CPU multiplies it, and the model is large. Else it is float32.
+    num_weights: about how many weights all layers have.
+    """
     if requested == "auto":
-        requested = checkpoint if device.type == "cuda" else "float32"
+        keeps_bfloat16 = num_weights >= MIN_BFLOAT16_WEIGHTS and cpu_multiplies_bfloat16()
+        keeps = device.type == "cuda" or (checkpoint == "bfloat16" and keeps_bfloat16)
+        requested = checkpoint if keeps else "float32"
     dtype: torch.dtype = getattr(torch, requested)
     return dtype
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Return whether the CPU has instructions that multiply bfloat16. Others widen it first, which takes longer."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -139,12 +151,6 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def num_step_threads(model: Any, device: torch.device) -> int | None:
-    """Return how many CPU threads the steps of a model have; None leaves the number as it is."""
-    is_small = device.type == "cpu" and sum(param.numel() for param in model.parameters()) < MIN_THREADED_PARAMETERS
-    return 1 if is_small else None
 
 
 @contextmanager

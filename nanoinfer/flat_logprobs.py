@@ -74,8 +74,8 @@ def token_logprobs(
     token_ids: Iterable[int], logprobs: Iterable[float], ranks: Iterable[int], decoded_tokens: Iterable[str | None]
 ) -> TokenLogprobs:
     """Return the entries of one position as a dict; of a token that is there twice, the first counts."""
-    found: TokenLogprobs = {}
+    entries: TokenLogprobs = {}
     for token_id, logprob, rank, text in zip(token_ids, logprobs, ranks, decoded_tokens, strict=True):
-        if token_id not in found:
-            found[token_id] = Logprob(logprob, None if rank == NO_RANK else rank, text)
-    return found
+        if token_id not in entries:
+            entries[token_id] = Logprob(logprob, None if rank == NO_RANK else rank, text)
+    return entries

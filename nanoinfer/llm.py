@@ -4,19 +4,17 @@ from nanoinfer.before_torch import import_seconds  # before all others
 
 # isort: split
 import inspect
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls, AsyncMethods
-from nanoinfer.config import EngineConfig, describe_options
+from nanoinfer.config import EngineConfig, describe_options, showing_options_of
 from nanoinfer.control.llm_methods import ControlMethods
 from nanoinfer.engine.engine import Action, Engine, StepCallback
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.engine_options import EngineOptions
 from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine, reduce_llm
@@ -52,9 +50,6 @@ from nanoinfer.text.chat import Conversation, Conversations
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.vllm_names import with_vllm_names
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # which `typing` has from Python 3.11 on
-
 import_seconds.end()
 
 
@@ -74,21 +69,22 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
     With data_parallel_size, the other replicas go on when one has ended; WorkerError comes when the last one has.
     """
 
-    def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
+    @showing_options_of(EngineConfig)
+    def __init__(self, model: str | Path, **options: Any) -> None:
         started = time.perf_counter()
-        found = find_model(EngineConfig.from_options(model, options))
-        self.config = found.config
-        self._default_sampling_params = found.default_sampling_params
-        loaded = load_engine(found) if self.config.data_parallel_size == 1 else load_replicas(found)
+        files = find_model(EngineConfig.from_options(model, options))
+        self.config = files.config
+        self._default_sampling_params = files.default_sampling_params
+        loaded = load_engine(files) if self.config.data_parallel_size == 1 else load_replicas(files)
         self.engine: Engine = loaded.engine  # an LLMEngine, or ReplicatedEngine
         self.queue, self.preparer = loaded.queue, loaded.preparer
         self.max_model_len = loaded.max_model_len  # tokens of a prompt and its completion together
         self._runner_info = loaded.info
         self.pooling_calls = PoolingCalls(
-            self.queue, self.preparer, found.model_config, self.config, self.max_model_len, loaded.pooling_steps
+            self.queue, self.preparer, files.model_config, self.config, self.max_model_len, loaded.pooling_steps
         )
-        self._weights: object = found.list_files()  # names them for `datasets`
-        self._states_reader = HiddenStatesReader(found.model_config, self.config, loaded.info.dtype)
+        self._weights: object = files.list_files()  # names them for `datasets`
+        self._states_reader = HiddenStatesReader(files.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control = loaded.control
         self._response_reader = ResponseReader(self.config.response_template, self.preparer.prompt_processor)
@@ -108,7 +104,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         return f"LLM({self.config.model!r}, {device}, {dtype}, max_model_len={self.max_model_len}{replicas}{closed})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reduce_llm(sys._getframe(1).f_locals.get("self"), self.config, self._weights)
+        return reduce_llm(self.config, self._weights)
 
     def _repr_html_(self) -> str:
         return engine_html(repr(self), self._runner_info.description, self.get_metrics())

@@ -1,6 +1,7 @@
 """Finds the files of a model, and loads an engine of them: what every process does that holds one."""
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.constraints import Constraints
+from nanoinfer.constraints.thoughts import find_thoughts
 from nanoinfer.control.run_trace import RunTrace
 from nanoinfer.control.step_events import StepEventListener
 from nanoinfer.control.weight_control import Control, WeightControl
@@ -41,7 +43,7 @@ AnyConstraints = TypeVar("AnyConstraints", bound=Constraints)
 
 
 @dataclass(frozen=True)
-class FoundModel:
+class ModelFiles:
     """Holds what is known of a model before its weights are read.
 
     folder, tokenizer_folder: of files that are here. generation_config: the contents of generation_config.json.
@@ -56,8 +58,8 @@ class FoundModel:
     def list_files(self) -> list[tuple[str, int, int]]:
         """Return name, bytes and time of the model's files: what tells other weights in the same folder."""
         paths = filter(Path.exists, sorted(self.folder.iterdir()))  # without dangling links
-        found = ((path.name, path.stat()) for path in paths)
-        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+        stats = ((path.name, path.stat()) for path in paths)
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def load_tokenizer(self) -> Tokenizer | None:
         """Load the tokenizer; None where there is none. Slow, and safe to call while weights are loaded."""
@@ -92,12 +94,15 @@ class FoundModel:
         **options: Any,
     ) -> AnyConstraints:
         """Return what compiles the constraints of requests as the options of the engine say."""
+        config, vocab_size = self.config, self.model_config.vocab_size
         return constraints_class(
             tokenizer,
-            self.model_config.vocab_size,
+            vocab_size,
             prompt_processor.stop_token_ids,
-            switches=self.config.structured_outputs_config or (),
-            grammar_timeout=self.config.grammar_timeout,
+            switches=config.structured_outputs_config or (),
+            grammar_timeout=config.grammar_timeout,
+            thoughts=find_thoughts(config, tokenizer, vocab_size),
+            forms_follow_thoughts=(config.reasoning_config or config.response_template) is not None,
             **options,
         )
 
@@ -133,11 +138,13 @@ class LoadedEngine(NamedTuple):
         )
 
 
-def reduce_llm(pickler: Any, config: EngineConfig, weights: object) -> tuple[Any, ...]:
+def reduce_llm(config: EngineConfig, weights: object) -> tuple[Any, ...]:
     """Return what the fingerprints of `datasets` are made of: the options of an LLM, and what names its weights.
 
-    pickler: who asks. Raises TypeError for any other one, which would copy weights and cache to another process.
+    Raises TypeError where another pickler calls `LLM.__reduce__`: it would copy weights and cache to another process.
     """
+    # A pickler does not say who it is. Those written in Python, as that of `datasets`, call from a method of their own.
+    pickler = sys._getframe(2).f_locals.get("self")
     if type(pickler).__module__.partition(".")[0] == "datasets":
         return EngineConfig, (config, weights)
     raise TypeError(
@@ -146,7 +153,7 @@ def reduce_llm(pickler: Any, config: EngineConfig, weights: object) -> tuple[Any
     )
 
 
-def find_model(config: EngineConfig) -> FoundModel:
+def find_model(config: EngineConfig) -> ModelFiles:
     """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
     is_random = config.load_format == "dummy"
     folder = resolve_model_folder(
@@ -158,35 +165,35 @@ def find_model(config: EngineConfig) -> FoundModel:
     if config.enable_return_routed_experts and model_config.moe is None:
         raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")
     generation_config = read_json(folder / "generation_config.json")
-    return FoundModel(config, folder, model_config, find_tokenizer(config, folder), generation_config)
+    return ModelFiles(config, folder, model_config, find_tokenizer(config, folder), generation_config)
 
 
-def load_engine(found: FoundModel) -> LoadedEngine:
+def load_engine(files: ModelFiles) -> LoadedEngine:
     """Load the model into this process, and into one for each further rank. Raises what `LLM` raises."""
-    config, model_config = found.config, found.model_config
+    config, model_config = files.config, files.model_config
     with ExitStack() as on_failure:
         # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
         with ThreadPoolExecutor(1) as background:
-            loading = background.submit(found.load_tokenizer)
+            loading = background.submit(files.load_tokenizer)
             runner_class: type[DeviceRunner | ParallelRunner] = ParallelRunner
             if config.distributed_executor_backend == "external_launcher":
                 runner_class = ExternalRunner
             elif config.tensor_parallel_size == 1:
                 runner_class = DeviceRunner
-            runner = runner_class(config, model_config, found.folder)
+            runner = runner_class(config, model_config, files.folder)
             on_failure.callback(runner.close)
             loaded = time.perf_counter()
             tokenizer = loading.result()
-        prompt_processor = found.make_prompt_processor(tokenizer, runner.limits.max_model_len)
+        prompt_processor = files.make_prompt_processor(tokenizer, runner.limits.max_model_len)
         new_bits = partial(host_array, device=runner.info.device)
-        constraints = found.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
+        constraints = files.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
         new_listener = partial(StepEventListener, device=runner.info.device)
         engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints, new_listener)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
     queue = RequestQueue(engine)
-    has_blocks_alone = runner.limits.groups == (FullAttentionSpec(),)
+    has_blocks_alone = runner.limits.cache_specs == (FullAttentionSpec(),)
     return LoadedEngine(
         engine=engine,
         queue=queue,

@@ -110,5 +110,5 @@ class StepEvent:
 
 def engine_html(engine: str, description: str, metrics: EngineMetrics) -> str:
     """Return a table for notebooks of what an engine is and what it has done so far."""
-    done = [[found.name, shown(getattr(metrics, found.name))] for found in fields(metrics)]
+    done = [[one.name, shown(getattr(metrics, one.name))] for one in fields(metrics)]
     return html_table([["", engine], ["loaded", description], *done])

@@ -40,8 +40,8 @@ def _first(items: Iterator[str], count: int) -> str:
 
 def short_repr(item: Any) -> str:
     """Return the repr of a dataclass's object in short form, without fields that are None by default and None now."""
-    values = {found.name: getattr(item, found.name) for found in fields(item) if found.repr}
-    left_out = {found.name for found in fields(item) if found.default is None and values.get(found.name) is None}
+    values = {one.name: getattr(item, one.name) for one in fields(item) if one.repr}
+    left_out = {one.name for one in fields(item) if one.default is None and values.get(one.name) is None}
     given = ", ".join(f"{name}={shown(value)}" for name, value in values.items() if name not in left_out)
     return f"{type(item).__qualname__}({given})"
 
@@ -283,22 +283,22 @@ class RequestOutput:
 
         stop_reason is a text here, so that a column has values of one type.
         """
-        found = self.outputs[sample]
+        completion = self.outputs[sample]
         return {
             "request_id": self.request_id,
-            "sample": found.index,
+            "sample": completion.index,
             "prompt": self.prompt,
-            "text": found.text,
-            "finish_reason": found.finish_reason,
-            "stop_reason": None if found.stop_reason is None else str(found.stop_reason),
-            "error": found.error,
-            "error_kind": found.error_kind,
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": None if completion.stop_reason is None else str(completion.stop_reason),
+            "error": completion.error,
+            "error_kind": completion.error_kind,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
-            "num_generated_tokens": len(found.token_ids),
-            "cumulative_logprob": found.cumulative_logprob,
+            "num_generated_tokens": len(completion.token_ids),
+            "cumulative_logprob": completion.cumulative_logprob,
             "prompt_token_ids": self.prompt_token_ids,
-            "token_ids": found.token_ids,
+            "token_ids": completion.token_ids,
         }
 
     def __getitem__(self, name: str) -> Any:
@@ -328,8 +328,8 @@ class OutputList(list[Output]):
     @overload
     def __getitem__(self, index: slice) -> "Self": ...
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        found = super().__getitem__(index)
-        return type(self)(cast("list[Output]", found)) if isinstance(index, slice) else found
+        picked = super().__getitem__(index)
+        return type(self)(cast("list[Output]", picked)) if isinstance(index, slice) else picked
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the `to_dict` of each output: rows for Polars, `datasets` and others."""
@@ -413,7 +413,7 @@ class Score:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a row of a table."""
-        return {found.name: getattr(self, found.name) for found in fields(self)}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def html_row(self) -> list[str]:
         return [

@@ -109,13 +109,13 @@ class PoolingRequestOutput(Generic[Contents]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a flat row of a table; arrays are as they are."""
-        found: Any = self.outputs
-        if isinstance(found, EmbeddingOutput):
-            values: dict[str, Any] = {"embedding": found.embedding}
-        elif isinstance(found, ClassificationOutput):
-            values = {"label": found.label if self.error is None else None, "probs": found.probs}
+        pooled: Any = self.outputs
+        if isinstance(pooled, EmbeddingOutput):
+            values: dict[str, Any] = {"embedding": pooled.embedding}
+        elif isinstance(pooled, ClassificationOutput):
+            values = {"label": pooled.label if self.error is None else None, "probs": pooled.probs}
         else:
-            values = {"reward": found.reward}
+            values = {"reward": pooled.reward}
         return {
             "request_id": self.request_id,
             "prompt": self.prompt,

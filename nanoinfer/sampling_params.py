@@ -40,7 +40,7 @@ FOREIGN_NAMES: Foreigners = {
     "skip_reading_prefix_cache": only(False, why=f"{NOT_SUPPORTED}, but LLM(enable_prefix_caching=False)"),
     "output_text_buffer_length": only(0),
     **dict.fromkeys(("early_stopping", "skip_clone", "use_beam_search"), only(False)),
-    **dict.fromkeys(("extra_args", "repetition_detection", "thinking_token_budget")),
+    **dict.fromkeys(("extra_args", "repetition_detection")),
 }
 
 
@@ -88,6 +88,12 @@ def _allowed(name: str, value: Any) -> Any:
     return ids or None
 
 
+def _budget() -> Any:
+    remedy = "use 0 to close a thought at once, or None for no limit"
+    check = whole(None, -1, remedy, may_be_none=True).metadata["check"]
+    return option(None, lambda name, value: None if (checked := check(name, value)) == -1 else checked)
+
+
 def _structured_outputs(name: str, value: Any) -> Any:
     if not isinstance(value, StructuredOutputsParams | None):
         raise RequestError(f"{name}={value!r} is a {type(value).__name__}; use StructuredOutputsParams(json=...), say")
@@ -128,6 +134,8 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens, always of the model's own distribution.
     logprob_token_ids: for each generated token, its log-probability and those of these tokens, at most 128, in place of
         the likeliest; if `logprobs` is given too, it must be their number. Kept as a tuple.
+    thinking_token_budget: the most tokens of a thought; then the text that ends it is forced. Each thought has as many;
+        one that the prompt leaves open has used its tokens there. 0 closes it at once; None, or -1, is no limit.
     routed_experts_prompt_start: the first prompt token of `routed_experts`, if the LLM returns them.
     flat_logprobs: return log-probabilities as FlatLogprobs, in arrays and not in dicts.
     spaces_between_special_tokens: keep the spaces that the tokenizer writes between special tokens side by side, where
@@ -212,6 +220,7 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = option(None, token_ids, RowOption())
     flat_logprobs: bool = False
     routed_experts_prompt_start: int = whole(0, 0, "use 0 for all of the prompt")
+    thinking_token_budget: int | None = _budget()
 
     def __post_init__(self) -> None:
         given_stop, names_tokens = self.stop, self.logprob_token_ids is not None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from nanoinfer.engine.preparer import Portions
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.request_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
 from nanoinfer.outputs import RequestOutput, Score, Scores
 from nanoinfer.sampling_params import SamplingParams
@@ -64,11 +64,13 @@ def scoring_request(pair: EncodedPair) -> PreparedRequest:
 
 def score(output: RequestOutput, pair: EncodedPair) -> Score:
     """Score the completion of a pair, given the output of its `scoring_request`."""
-    token_ids, found = pair.completion, output.prompt_logprobs
-    if found is None:  # it was refused
+    token_ids, of_prompt = pair.completion, output.prompt_logprobs
+    if of_prompt is None:  # it was refused
         return Score([], [], math.nan, False, output.error, output.error_kind)
-    assert isinstance(found, PromptLogprobs), "the prompt's log-probabilities come in arrays, as they are without texts"
-    ranks, logprobs = found.ranks[len(pair.prompt) :].tolist(), found.logprobs[len(pair.prompt) :, 0].tolist()
+    assert isinstance(of_prompt, PromptLogprobs), (
+        "the prompt's log-probabilities come in arrays, as they are without texts"
+    )
+    ranks, logprobs = of_prompt.ranks[len(pair.prompt) :].tolist(), of_prompt.logprobs[len(pair.prompt) :, 0].tolist()
     total = sum(logprobs)  # NaN for what was aborted
     is_greedy = all(rank == 1 for rank in ranks) and not math.isnan(total)
     return Score(token_ids, logprobs, total, is_greedy, output.error, output.error_kind)

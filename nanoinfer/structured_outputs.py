@@ -25,7 +25,8 @@ FOREIGN_CONFIG: Foreigners = {
     "backend": (("auto", "guidance"), "llguidance compiles all grammars"),
     "disable_fallback": ((True, False), "there is one backend"),
     "enable_in_reasoning": ((False,), NOT_SUPPORTED),
-    **dict.fromkeys(("reasoning_parser", "reasoning_parser_plugin")),
+    "reasoning_parser": (("",), "response_template of LLM names the family of models"),
+    "reasoning_parser_plugin": None,
 }
 
 

@@ -40,7 +40,7 @@ STEP_DATA = {
     "engine.row_options",
     "engine.token_masks",
     "engine.hidden_states_request",
-    "engine.found",
+    "engine.side_outputs",
 }  # what engine and runner tell each other
 PLANNERS = EVERYBODY - {"device", "checkpoint"}  # what plans without PyTorch
 MAY_IMPORT: dict[str, set[str]] = {
@@ -48,8 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "vllm_names": {"errors"},
     "config": {"errors", "vllm_names", "structured_outputs", "responses.families"},
-    "engine_options": {"config"},
     "device": {"errors"},
+    "step_threads": {"device"},
     "garbage": set(),
     "outputs": {"errors"},
     "metrics": {"outputs"},
@@ -70,12 +70,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantization": EVERYBODY | {"ops", "distributed"},
     "caches": EVERYBODY | {"ops", "distributed", "engine.cache_groups.specs"},
     "layers": EVERYBODY | {"caches", "quantization", "ops", "distributed"},
-    "models": EVERYBODY | {"caches", "layers", "quantization", "ops", "distributed"},
+    "models": EVERYBODY | {"caches", "layers", "quantization", "ops", "distributed", "step_threads"},
     "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "ops", "distributed"},
-    "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "caches", "ops", "distributed"},
+    "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "caches", "ops", "distributed", "step_threads"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text", "engine.prompt_logprobs", "engine.preparer"},
+    "scoring": EVERYBODY | {"text", "engine.request_logprobs", "engine.preparer"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress", "responses"},
@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"control.llm_methods", "engine", "text", "progress", "scoring", "engine_options", "aio", "loading", "replicas"}
+    | {"control.llm_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
     | {"before_torch", "pooling_calls", "responses"},
     "__init__": EVERYBODY | {"llm", "responses"},
     "batch": EVERYBODY | {"responses", "llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
@@ -105,7 +105,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ops",
         "distributed",
     },
-    "integrations": EVERYBODY | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch"},
+    "integrations": EVERYBODY
+    | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch", "constraints.thoughts"},
     "cli": EVERYBODY,
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__, "text"},
     "__main__": EVERYBODY

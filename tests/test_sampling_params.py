@@ -114,7 +114,7 @@ def test_a_value_out_of_range_is_refused_with_the_rule_and_the_remedy(
         ("temprature", "did you mean 'temperature'? "),
         ("max_new_tokens", "did you mean 'max_tokens'? "),
         ("num_return_sequences", "did you mean 'n'? "),
-        ("thinking_token_budget", "nanoinfer does not support it. "),
+        ("repetition_detection", "nanoinfer does not support it. "),
         ("guided_decoding", "did you mean 'structured_outputs'? "),
         ("guided_json", "did you mean 'structured_outputs=StructuredOutputsParams(json=...)'? "),
         ("min_new_tokens", "did you mean 'min_tokens'? "),

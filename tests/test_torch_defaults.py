@@ -50,7 +50,9 @@ def answers(**options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int4"}, {"quantization": "fp8"}], ids=str
+    "options",
+    [{}, {"kv_cache_dtype": "int8"}, *({"quantization": name} for name in ("int4", "int8", "fp8"))],
+    ids=str,
 )
 def test_a_default_dtype_changes_no_answer(options: dict[str, Any], defaults: None) -> None:
     expected = answers(**options)

@@ -253,8 +253,7 @@ class Job:
             body = parse_body(content)
             params = replace(self._base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
             if TOOL_CHOICE in body:
-                choice = body[TOOL_CHOICE]
-                params = self._response_reader.with_tool_choice(params, body["tools"], choice)
+                params = self._response_reader.with_tool_choice(params, body["tools"], body[TOOL_CHOICE])
             if (num_prompts := len(body.get("prompt", body.get("input", ())))) * params.n > MAX_CHOICES:
                 what = f"{num_prompts} prompts with n={params.n}"
                 raise RequestError(f"{what} make more than {MAX_CHOICES} choices; give fewer in a line")

@@ -88,15 +88,15 @@ def make_job(config: EngineConfig, overrides: dict[str, Any], system: str | None
     from nanoinfer.loading import find_model
     from nanoinfer.pooling_calls.calls import PoolingCalls
 
-    found = replace(find_model(replace(config, load_format="dummy")), config=config)  # no weights are downloaded
-    model_config, tokenizer = found.model_config, found.load_tokenizer()
+    files = replace(find_model(replace(config, load_format="dummy")), config=config)  # no weights are downloaded
+    model_config, tokenizer = files.model_config, files.load_tokenizer()
     max_model_len = model_config.longest_sequence(config.max_model_len)
-    processor = found.make_prompt_processor(tokenizer, max_model_len)
-    constraints = found.make_constraints(Constraints, tokenizer, processor)
+    processor = files.make_prompt_processor(tokenizer, max_model_len)
+    constraints = files.make_constraints(Constraints, tokenizer, processor)
     engine: Any = SimpleNamespace(config=config, check_open=lambda: None)
     queue: Any = SimpleNamespace(engine=engine, capacity=0)
     preparer = Preparer(engine, processor, constraints)
     pooling_calls = PoolingCalls(queue, preparer, model_config, config, max_model_len, None)
     llm: Any = SimpleNamespace(queue=queue, preparer=preparer, pooling_calls=pooling_calls, config=config)
-    base = replace(found.default_sampling_params(), **overrides)
+    base = replace(files.default_sampling_params(), **overrides)
     return Job(llm, cast("Any", PrintedErrors()), base, float("inf"), system), max_model_len

@@ -57,8 +57,11 @@ def check_engine(args: argparse.Namespace, loads: list[tuple[str, Load]]) -> Non
     for name in LACKING[args.engine]:
         if getattr(args, name) != OPTIONS[name]:
             raise ConfigError(f"--engine {args.engine} has no {option_string(name)}; leave it out")
-    if args.engine == "vllm" and args.quantization == "int4":
-        raise ConfigError("--engine vllm rounds no weights to 4 bits; give it a checkpoint in 4 bits by --model")
+    if args.engine == "vllm" and args.quantization in ("int4", "int8"):
+        bits = args.quantization.removeprefix("int")
+        raise ConfigError(
+            f"--engine vllm rounds no weights to integers of {bits} bits; give it such a checkpoint by --model"
+        )
     for name, load in loads if args.engine in ("nanovllm", "transformers") else ():
         if load.num_samples > 1:
             raise ConfigError(

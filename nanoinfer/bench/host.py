@@ -1,6 +1,6 @@
-"""`nanoinfer bench host`: what decode steps, whole calls and replicas cost the host. The GPU must take longer for them.
+"""`nanoinfer bench host`: what steps, requests, whole calls and replicas cost the host. The GPU must take longer.
 
-Token ids are made up in place of a model, and stubs stand for replicas. Steps and calls are timed before PyTorch is
+Token ids are made up in place of a model, and stubs stand for replicas. All but replicas are timed before PyTorch is
 imported.
 """
 
@@ -43,6 +43,13 @@ NUM_STEPS = 512  # two blocks of tokens for each sequence
 BLOCK_SIZE = 256
 INPUT_LEN = (100, 1024)  # sequences need blocks in different steps
 VOCAB_SIZE = 150_000
+# What requests are like, of 8 tokens each, and the size of blocks.
+ADMISSIONS = (
+    (Load(2000, (20, 60), (8, 8)), BLOCK_SIZE),
+    (Load(2000, INPUT_LEN, (8, 8)), BLOCK_SIZE),
+    (Load(2000, (50, 150), (8, 8), shared_prefix=2000), BLOCK_SIZE),
+    (Load(2000, INPUT_LEN, (8, 8)), 16),
+)
 PARTS = ("schedule", "pack", "update", "total")
 TEXT = "word "  # of a token of a stub
 
@@ -50,7 +57,7 @@ TEXT = "word "  # of a token of a stub
 def run(_args: argparse.Namespace) -> dict[str, Any]:
     """Time decode steps, calls and replicas, and return all figures."""
     loads = LOADS["cuda"]
-    figures: dict[str, Any] = {"host": measure_steps()}
+    figures: dict[str, Any] = {"host": measure_steps(), "requests": measure_requests()}
     figures["calls"] = {name: measure_call(loads[name][0]) for name in ("fewshot", "short")}
     figures["replicas"] = {name: measure_replicas(loads[name][0]) for name in ("steady", "fewshot", "short")}
     return {**figures, **describe_machine("cpu")}
@@ -78,6 +85,36 @@ def measure_steps(cases: tuple[tuple[int, int], ...] = CASES, num_steps: int = N
     return figures
 
 
+def measure_requests(cases: tuple[tuple[Load, int], ...] = ADMISSIONS, num_runs: int = 3) -> list[float]:
+    """Return the microseconds of CPU time that a request of each case takes, from the queue to its last token."""
+    print("The host's microseconds of a request, in scheduler and packets: the fastest of", num_runs, "runs")
+    figures = []
+    for load, block_size in cases:
+        prompts, longest = draw_workload(0, load, VOCAB_SIZE).prompts, load.longest + 1
+        seconds = min(time_requests(prompts, load.output_len[1], longest, block_size) for _ in range(num_runs))
+        figures.append(1e6 * seconds / load.num_seqs)
+        shared = f"{load.shared_prefix:,} shared tokens and " if load.shared_prefix else ""
+        what = f"{shared}{load.input_len[0]} to {load.input_len[1]:,} tokens, blocks of {block_size}"
+        print(f"{what:>60}{figures[-1]:8.1f}")
+    return figures
+
+
+def time_requests(prompts: list[list[int]], max_tokens: int, longest: int, block_size: int) -> float:
+    """Return the CPU seconds that all requests take, each step collected before the next one."""
+    manager = BlockManager(300 * -(-longest // block_size), block_size)
+    scheduler = Scheduler(manager, max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=longest)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    seqs = [Sequence(seq_id, prompt, params) for seq_id, prompt in enumerate(prompts)]
+    started = process_time()
+    for seq in seqs:
+        scheduler.add(seq)
+    while not scheduler.is_finished():
+        batch = scheduler.schedule()
+        pack(batch)
+        scheduler.update(batch, [0] * len(batch.sampled))
+    return process_time() - started
+
+
 class NoDevice:
     """Stands in for a DeviceRunner: a step takes no time, and every token is 0."""
 
@@ -93,7 +130,7 @@ class NoDevice:
         return header.num_prefill_samples + header.counts["decode_rows"]
 
     def sample(self, launched: int, masks: object = None) -> SimpleNamespace:
-        return SimpleNamespace(num_tokens=launched, errors={}, found=())
+        return SimpleNamespace(num_tokens=launched, errors={}, side_outputs=())
 
     def wait(self, handle: SimpleNamespace) -> list[int]:
         return [0] * handle.num_tokens
@@ -111,7 +148,7 @@ def measure_call(load: Load) -> dict[str, float]:
             max_model_len=longest,
             num_blocks=(load.max_num_seqs + 8) * -(-longest // config.kvcache_block_size),
             max_num_seqs=load.max_num_seqs,
-            groups=(FullAttentionSpec(),),
+            cache_specs=(FullAttentionSpec(),),
             max_prefix_sharers=0,
             whole_prompts=False,
             computes_beside_host=True,
@@ -236,8 +273,8 @@ def answer_all(connections: SequenceOf[Connection]) -> None:
     threading.Thread(target=read_all, args=(connections, received), daemon=True).start()
     for connection in connections:
         connection.send(None)
-    while (found := received.get()) is not None:
-        connection, message = found
+    while (item := received.get()) is not None:
+        connection, message = item
         if isinstance(message, Requests):
             connection.send(EngineMetrics())
             connection.send(stub_outputs(message))

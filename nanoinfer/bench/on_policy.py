@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         prompts = draw_workload(args.seed, load, trainer.config.get_text_config().vocab_size).prompts
         outputs = llm.generate(prompts, params, use_tqdm=False)
         name = repr(llm)
-    found: list[Any] = [output.outputs[0].logprobs for output in outputs]  # FlatLogprobs
-    sampled = torch.tensor([value for logprobs in found for value in logprobs.of_tokens()])
+    logprobs: list[Any] = [output.outputs[0].logprobs for output in outputs]  # FlatLogprobs
+    sampled = torch.tensor([value for logprobs in logprobs for value in logprobs.of_tokens()])
     alone = _logprobs(trainer, outputs, 1, args.temperature)
     differences = {
         "engine and trainer": sampled - alone,
@@ -66,7 +66,7 @@ def _logprobs(
     model: Any, outputs: list[RequestOutput], rows_at_once: int, temperature: float, replays: bool = False
 ) -> Tensor:
     """Return the log-probabilities of all completions' tokens, end to end; rows of a pass are padded on the right."""
-    found = []
+    parts = []
     for start in range(0, len(outputs), rows_at_once):
         some = outputs[start : start + rows_at_once]
         rows = [torch.tensor((output.prompt_token_ids + output.token_ids)[:-1]) for output in some]
@@ -78,17 +78,17 @@ def _logprobs(
         for row, output in enumerate(some):
             first, chosen = len(output.prompt_token_ids) - 1, torch.tensor(output.token_ids, device=model.device)
             scores = (logits[row, first : first + len(chosen)] / (temperature or 1.0)).log_softmax(dim=1)
-            found.append(scores.gather(1, chosen[:, None])[:, 0].cpu())
-    return torch.cat(found)
+            parts.append(scores.gather(1, chosen[:, None])[:, 0].cpu())
+    return torch.cat(parts)
 
 
 def _routers(model: Any) -> dict[int, Any]:
     """Return the routers by their layers, those that transformers has in a module of its own."""
-    found = {}
+    routers = {}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("TopKRouter"):
-            found[int(name.split("layers.")[1].split(".")[0])] = module
-    return found
+            routers[int(name.split("layers.")[1].split(".")[0])] = module
+    return routers
 
 
 @contextmanager

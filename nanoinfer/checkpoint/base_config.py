@@ -90,6 +90,11 @@ class BaseModelConfig:
     pooling: PoolingConfig | None = field(default=None, compare=False)
 
     @property
+    def num_layer_weights(self) -> int:
+        """Return about how many weights the layers have that a token is multiplied by."""
+        return 12 * self.num_hidden_layers * self.hidden_size**2
+
+    @property
     def is_encoder(self) -> bool:
         """Return whether tokens attend to all of a text, so that texts are computed whole and nothing is kept."""
         return False

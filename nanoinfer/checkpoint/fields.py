@@ -3,6 +3,7 @@
 Overrides have vLLM's meaning.
 """
 
+import builtins  # `int` and `float` are methods of Fields
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -12,8 +13,6 @@ from nanoinfer.errors import ConfigError, ModelError, find_similar
 Path = tuple[str, ...]  # the names that lead to a field: ("text_config", "hidden_size")
 Config = TypeVar("Config")
 Kind = TypeVar("Kind")
-Int = int  # methods of Fields are called by the names of these types
-Float = float
 
 MAX_SIZE, MAX_LAYERS, MAX_FLOAT = 2**24, 2**12, 1e30  # larger numbers in a config.json are mistakes
 # The same fields as transformers 4 and 5 spell them, both ways round.
@@ -65,25 +64,25 @@ class Fields:
             raise self.error(name, rule)
         return Fields(values, path=path, noted=self.noted, source=self.source)
 
-    def int(self, name: str, default: Int | None = None, least: Int = 1) -> Int:
+    def int(self, name: str, default: builtins.int | None = None, least: builtins.int = 1) -> builtins.int:
         """Return a whole number of at least `least`."""
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, f"it must be a whole number of at least {least}")
         return self._within(name, value, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
 
-    def optional_int(self, name: str) -> Int | None:
+    def optional_int(self, name: str) -> builtins.int | None:
         """Return a whole number of at least 1, or None for null."""
         return None if self.get(name) is None else self.int(name)
 
-    def float(self, name: str, default: Float | None = None) -> Float:
+    def float(self, name: str, default: builtins.float | None = None) -> builtins.float:
         """Return a positive number."""
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise self.error(name, "it must be a positive number")
         return float(self._within(name, value, MAX_FLOAT))
 
-    def optional_float(self, name: str) -> Float | None:
+    def optional_float(self, name: str) -> builtins.float | None:
         """Return a positive number, or None for null."""
         return None if self.get(name) is None else self.float(name)
 
@@ -100,7 +99,7 @@ class Fields:
             raise self.error(name, f"supported are {', '.join(supported)}")
         return value
 
-    def layers(self, num_layers: Int, kinds: Mapping[str, Kind]) -> tuple[Kind, ...] | None:
+    def layers(self, num_layers: builtins.int, kinds: Mapping[str, Kind]) -> tuple[Kind, ...] | None:
         """Return for each layer what `layer_types` names for it; None where there is no such list."""
         types = self.get("layer_types")
         if types is None:

@@ -136,6 +136,7 @@ class ModelWeights:
 
     def _put(self, place: Place, tensor: Tensor) -> None:
         (module, param), shard = self._homes[place], place[1]
+        unpack(param)
         if hasattr(module, "weight_loader"):
             module.weight_loader(param, tensor, *([shard] if shard else []))
         else:
@@ -227,6 +228,9 @@ class ModelWeights:
         keep: whether host memory gets a copy of them, pinned, if the device is a GPU; a CPU's stay where they are.
         Buffers, which no checkpoint has, are kept in any case. If memory for the copies is short, nothing is freed.
         """
+        if not keep:
+            for param in self._model.parameters():
+                unpack(param)
         params, buffers = _storages(self._model.parameters()), _storages(self._model.buffers())
         if all(storage.device.type == "cpu" for storage in params):
             self._free([] if keep else params)
@@ -294,6 +298,12 @@ def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
     """Raise ModelError where a checkpoint's tensor does not have the shape that config.json implies."""
     if tuple(full.shape) != expected:
         raise ModelError(f"it has shape {tuple(full.shape)}, config.json implies {expected}")
+
+
+def unpack(param: Tensor) -> None:
+    """Have a weight's values in itself, if a CPU holds them packed: something is about to change them."""
+    if (packed := getattr(param, "packed", None)) is not None:
+        packed.unpack()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nanoinfer.constraints import token_sets
 from nanoinfer.constraints.grammar_cache import GrammarCache
 from nanoinfer.constraints.grammars import Grammar, GrammarLibrary, explain, is_refusal
+from nanoinfer.constraints.thoughts import Thinking, Thoughts
 from nanoinfer.constraints.token_sets import Bits, TokenSet
 from nanoinfer.engine.stopping import StopTokens
 from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
@@ -32,6 +33,8 @@ class Constraints:
 
     vocab_size: width of the logits. stop_token_ids: the model's. new_bits: allocates the masks of a step. switches: of
     StructuredOutputsParams, those that are on for all requests. grammar_timeout: seconds that a grammar may take.
+    thoughts: how the model writes them; None where nobody knows. forms_follow_thoughts: whether structured outputs
+    begin after the thought also where a request has no budget.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class Constraints:
         new_bits: Callable[[tuple[int, int]], Bits] = token_sets.new_bits,
         switches: Collection[str] = (),
         grammar_timeout: float = 60.0,
+        thoughts: Thoughts | None = None,
+        forms_follow_thoughts: bool = False,
     ) -> None:
         self._tokenizer, self._vocab_size, self._new_bits = tokenizer, vocab_size, new_bits
+        self._thoughts, self._forms_follow_thoughts = thoughts, forms_follow_thoughts
         self._num_words = -(-vocab_size // 32)
         self._stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < vocab_size)
         make_library = functools.partial(GrammarLibrary, tokenizer, vocab_size, self._stop_token_ids, switches)
@@ -61,6 +67,10 @@ class Constraints:
     def is_asked(self, params: Sequence[SamplingParams]) -> bool:
         """Return whether any of these ask for something."""
         return any(map(_asks, {id(one): one for one in params}.values()))
+
+    def takes_time(self, params: Sequence[SamplingParams]) -> bool:
+        """Return whether any of these ask for something that takes time to compile."""
+        return any(map(_asks_for_masks, {id(one): one for one in params}.values()))
 
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         """Give requests their constraints; add what is wrong with a constraint to `errors`, by index."""
@@ -88,9 +98,11 @@ class Constraints:
         parts = [self._masks_of(followed, token_sets.new_bits)]
         ahead = {index: sample.fork() for index, sample in followed.items() if proposals[index // num_tokens]}
         for place in range(num_tokens - 1):
-            proposed = {i: ids[place] for i in ahead if place < len(ids := proposals[i // num_tokens])}
+            its_ids = {index: proposals[index // num_tokens] for index in ahead}
+            proposed = {index: token_ids[place] for index, token_ids in its_ids.items() if place < len(token_ids)}
             for index in _forbidden(proposed, parts[-1]):
                 del proposed[index]
+            # Each moves on to the next token, unless the text is complete with this one.
             ahead = {i + 1: ahead[i] for i, token_id in proposed.items() if not ahead[i].append(token_id)}
             if not ahead:
                 break
@@ -106,20 +118,31 @@ class Constraints:
         """Return the masks of some tokens of a step, each by its constraint, which knows the tokens before it."""
         in_set = {index: sample for index, sample in followed.items() if sample.plan.token_set is not None}
         in_grammar = {index: sample for index, sample in followed.items() if sample.matcher is not None}
+        thinking = {index: sample for index, sample in followed.items() if sample.thinking is not None}
+        told = {index: bits for index, sample in thinking.items() if (bits := self._told(sample)) is not None}
         sets = new_bits((len(in_set), self._num_words))
         for sample, row in zip(in_set.values(), sets, strict=True):
             sample.write_token_set(row)
-        grammars = new_bits((len(in_grammar), self._num_words))
+        grammars = new_bits((len(in_grammar) + len(told), self._num_words))
         self._fill([*in_grammar.values()], grammars)
         set_rows = dict(zip(in_set, sets, strict=True))
         also_in_set = {row: set_rows[index] for row, index in enumerate(in_grammar) if index in set_rows}
         _place_stop_tokens([*in_grammar.values()], grammars, also_in_set)
         functions = {i: (one.plan.functions, [*one.token_ids]) for i, one in followed.items() if one.plan.functions}
+        masked = [*in_grammar, *told]
+        if thinking:
+            _add_thoughts(thinking, told, dict(zip(masked, grammars, strict=True)), set_rows, functions)
         return TokenMasks(
-            RowMasks([*in_grammar], grammars) if in_grammar else None,
+            RowMasks(masked, grammars) if masked else None,
             RowMasks([*in_set], sets) if in_set else None,
             functions,
         )
+
+    def _told(self, sample: "SampleConstraint") -> Bits | None:
+        """Return the tokens that may come next where no grammar says it: the forced one, or those before a form."""
+        if sample.thinking is not None and sample.thinking.forced:
+            return token_sets.set_of([sample.thinking.forced[0]], self._vocab_size)
+        return None if sample.waiting is None else sample.plan.before_form
 
     def _compile(
         self, params: Sequence[SamplingParams], use_tqdm: bool
@@ -152,7 +175,7 @@ class Constraints:
             assert constraint.plan.grammar is not None, "it was found to have one"
             if constraint.error is not None:
                 masks[row] = 0
-            elif not constraint.token_ids:
+            elif len(constraint.token_ids) == constraint.form_start:
                 masks[row] = constraint.plan.grammar.first_mask
             else:
                 matchers.append((constraint.template, constraint.matcher, row))
@@ -173,6 +196,7 @@ class Constraints:
                 )
         stop_tokens = StopTokens.of(own, params.ignore_eos, self._stop_token_ids)
         own_only = own - self._stop_token_ids  # no mask of a grammar knows of these
+        thoughts = self._needed_thoughts(params, grammar, stop_tokens.ids)
         return RequestConstraint(
             grammar=grammar,
             token_set=token_set,
@@ -182,7 +206,43 @@ class Constraints:
             within=MaskChanges(removed=own_only),
             at_early_end=MaskChanges(removed=stop_tokens.ids),
             at_end=MaskChanges(removed=stop_tokens.ignored, added=own_only),
+            thoughts=thoughts,
+            budget=params.thinking_token_budget,
+            before_form=self._all_but(stop_tokens.ids) if thoughts is not None and grammar is not None else None,
         )
+
+    def _needed_thoughts(
+        self, params: SamplingParams, grammar: Grammar | None, stop_ids: frozenset[int]
+    ) -> Thoughts | None:
+        """Return how thoughts are written if the request depends on it. Raises RequestError where that is not known."""
+        thoughts, budget = self._thoughts, params.thinking_token_budget
+        form = params.structured_outputs
+        follows = self._forms_follow_thoughts and form is not None and not form.includes_thought
+        if budget is None and (thoughts is None or grammar is None or not follows):
+            return None
+        if thoughts is None:
+            raise RequestError(
+                f"thinking_token_budget={budget} needs the texts around a thought, and this model's are not known; "
+                "give LLM(reasoning_config={'reasoning_start_str': '<think>', 'reasoning_end_str': '</think>'}), say"
+            )
+        if params.min_tokens and grammar is None and (forbidden := stop_ids.intersection(thoughts.closing_ids)):
+            raise RequestError(
+                f"min_tokens={params.min_tokens} forbids stop tokens at first, and one of them, {min(forbidden)}, "
+                "closes a thought; leave out min_tokens or thinking_token_budget"
+            )
+        # A form that begins as a message of gpt-oss does, such as a tool call, has a place for the thought itself.
+        if grammar is not None and thoughts.answer and token_sets.has(grammar.first_mask, thoughts.start_ids[0]):
+            if budget is None:
+                return None
+            raise RequestError(
+                f"thinking_token_budget={budget} cannot end a thought that is a part of {grammar.name}; leave one out"
+            )
+        return thoughts
+
+    def _all_but(self, token_ids: frozenset[int]) -> Bits:
+        bits = token_sets.all_tokens(self._vocab_size)
+        token_sets.remove(bits, token_ids)
+        return bits
 
 
 class MaskChanges(NamedTuple):
@@ -201,6 +261,8 @@ class RequestConstraint:
     at_early_end: changes where the text may end, but has fewer than min_tokens tokens.
     at_end: changes where it may end and has enough tokens: ignore_eos removes the model's stop tokens.
     Where the text may end and nothing else is left, all stop tokens are allowed, removed ones too.
+    thoughts: how they are written, if they have a budget or come before a form; else None. budget: the most tokens of a
+    thought. before_form: the tokens that may come before the form begins; None if it begins at once.
     """
 
     grammar: Grammar | None
@@ -211,9 +273,26 @@ class RequestConstraint:
     within: MaskChanges
     at_early_end: MaskChanges
     at_end: MaskChanges
+    thoughts: Thoughts | None = None
+    budget: int | None = None
+    before_form: Bits | None = None
 
-    def start(self) -> "SampleConstraint":
-        return SampleConstraint(self)
+    @functools.cached_property
+    def follows_tokens(self) -> bool:
+        """Return whether every mask depends on the token before it."""
+        has_endings = self.token_set is not None and bool(self.token_set.endings)
+        return bool(self.grammar is not None or has_endings or self.functions)
+
+    @functools.cached_property
+    def start_id(self) -> int | None:
+        """Return a token that begins a thought where the form could begin, unless it may be the form's; or None."""
+        if self.thoughts is None or self.grammar is None or self.thoughts.answer:
+            return None
+        first, *others = self.thoughts.start_ids
+        return None if others and token_sets.has(self.grammar.first_mask, first) else first
+
+    def start(self, prompt: Sequence[int] = ()) -> "SampleConstraint":
+        return SampleConstraint(self, prompt)
 
 
 class SampleConstraint:
@@ -221,11 +300,24 @@ class SampleConstraint:
 
     matcher: where its text is in the grammar, if it has one. template: what that was copied from, by number.
     token_ids: the completion's. failure: an error that was found out ahead, and the tokens after which it comes.
+    thinking: where it is in its thoughts, as long as that matters. waiting: the matcher, until the form begins.
+    form_start: how many tokens come before the form.
     """
 
-    __slots__ = ("error", "failure", "follows_tokens", "matcher", "plan", "template", "token_ids")
+    __slots__ = (
+        "error",
+        "failure",
+        "follows_tokens",
+        "form_start",
+        "matcher",
+        "plan",
+        "template",
+        "thinking",
+        "token_ids",
+        "waiting",
+    )
 
-    def __init__(self, plan: RequestConstraint) -> None:
+    def __init__(self, plan: RequestConstraint, prompt: Sequence[int]) -> None:
         self.plan = plan
         self.matcher: Any = None
         self.template = 0
@@ -234,8 +326,15 @@ class SampleConstraint:
         self.token_ids: list[int] = []
         self.error: str | None = None
         self.failure: tuple[list[int], str] | None = None
-        has_endings = plan.token_set is not None and bool(plan.token_set.endings)
-        self.follows_tokens = bool(plan.grammar is not None or has_endings or plan.functions)
+        self.thinking: Thinking | None = None
+        self.waiting: Any = None
+        self.form_start = 0
+        self.follows_tokens = plan.follows_tokens
+        if plan.thoughts is not None:
+            self.thinking = Thinking(plan.thoughts, plan.budget, prompt)
+            self.follows_tokens = plan.follows_tokens or self.thinking.needs_newest
+            if not self.thinking.is_answer:
+                self.waiting, self.matcher = self.matcher, None
 
     def append(self, token_id: int) -> bool:
         """Take the sample's newest token; return whether the text is complete with it.
@@ -246,6 +345,8 @@ class SampleConstraint:
         self.token_ids.append(token_id)
         if self.failure is not None and self.failure[0] == self.token_ids:
             self.error = self.failure[1]
+        if self.thinking is not None and not self._is_of_form(self.thinking, token_id):
+            return False
         if self.matcher is None or self.error is not None:
             return False
         if token_id in self.plan.stop_ids:  # which no matcher takes
@@ -258,9 +359,30 @@ class SampleConstraint:
         self.find_error()  # a limit of the library's, if it is not the token
         return False
 
+    @property
+    def start_id(self) -> int | None:
+        """Return which token may come first, in place of the form's, and begin a thought."""
+        can_begin = self.matcher is not None and self.thinking is not None and self.thinking.may_begin
+        return self.plan.start_id if can_begin else None
+
+    def _is_of_form(self, thinking: Thinking, token_id: int) -> bool:
+        """Return whether the newest token is the form's; else take it as one that comes before, or has no form."""
+        if self.matcher is not None:  # so this is the first token
+            if token_id != self.plan.start_id or not thinking.may_begin:
+                self.thinking = None  # nothing in a form is a thought
+                return True
+            thinking.begin()
+            self.waiting, self.matcher = self.matcher, None
+        thinking.append(token_id)
+        self.follows_tokens = self.plan.follows_tokens or thinking.needs_newest
+        if self.waiting is not None and thinking.is_answer:
+            self.waiting, self.matcher, self.thinking = None, self.waiting, None
+            self.form_start = len(self.token_ids)
+        return False
+
     def num_allowed(self, proposals: Sequence[int]) -> int:
         """Return how many of these tokens, from the first one on, the grammar allows to follow."""
-        if self.matcher is None:
+        if self.matcher is None or self.thinking is not None:
             return len(proposals)
         # What the library has against a token would stay in the sample's own matcher.
         return int(self.matcher.deep_copy().validate_tokens([*proposals]))
@@ -268,9 +390,11 @@ class SampleConstraint:
     def fork(self) -> "SampleConstraint":
         """Return a copy that may follow tokens of which this does not know yet."""
         fork = copy.copy(self)
-        fork.token_ids = self.token_ids.copy()
+        fork.token_ids, fork.thinking = self.token_ids.copy(), copy.copy(self.thinking)
         if self.matcher is not None:
             fork.matcher = self.matcher.deep_copy()
+        if self.waiting is not None:
+            fork.waiting = self.waiting.deep_copy()
         return fork
 
     def write_token_set(self, row: Bits) -> None:
@@ -333,6 +457,30 @@ def _place_stop_tokens(constraints: list[SampleConstraint], masks: Bits, sets: d
             constraints[row].end(masks[row], set_row)
 
 
+def _add_thoughts(
+    thinking: dict[int, SampleConstraint],
+    told: dict[int, Bits],
+    masks: dict[int, Bits],
+    sets: dict[int, Bits],
+    functions: dict[int, Any],
+) -> None:
+    """Write what may be drawn within thoughts, and what begins or ends one, into the masks of a step.
+
+    All are given by their tokens' indices. told: those masks that are known already. A forced token is not forbidden by
+    sets, and not shown to functions.
+    """
+    for index, sample in thinking.items():
+        assert sample.thinking is not None, "it was found to think"
+        if index in told:
+            masks[index][:] = told[index]
+        elif sample.start_id is not None:
+            token_sets.add(masks[index], [sample.start_id])
+        if sample.thinking.forced:
+            functions.pop(index, None)
+            if index in sets:
+                sets[index][:] = told[index]
+
+
 def _forbidden(token_ids: dict[int, int], masks: TokenMasks) -> set[int]:
     """Return which of these tokens, by index, the masks forbid."""
     return {
@@ -370,6 +518,11 @@ def _or_raise(result: Result | RequestError) -> Result:
 
 
 def _asks(params: SamplingParams) -> bool:
+    return params.thinking_token_budget is not None or _asks_for_masks(params)
+
+
+def _asks_for_masks(params: SamplingParams) -> bool:
+    """Return whether a request asks for something that limits all its tokens."""
     return bool(
         params.structured_outputs is not None
         or params.allowed_token_ids is not None

@@ -79,8 +79,8 @@ class StepEventListener(Listener):
     def launching(self, batch: ScheduledBatch, started: float) -> None:
         """Note what was scheduled. It is called right before the step's work is given to the device."""
         scheduler, manager = self._scheduler, self._scheduler.block_manager
-        found = {chunk.seq.seq_id: chunk.start for chunk in batch.prefill}
-        admitted = {seq.seq_id: found[seq.seq_id] for seq in batch.admitted}
+        starts = {chunk.seq.seq_id: chunk.start for chunk in batch.prefill}
+        admitted = {seq.seq_id: starts[seq.seq_id] for seq in batch.admitted}
         for seq in batch.admitted:
             self._preempted.pop(seq.seq_id, None)
         changes = [_change(seq, "admitted", started, admitted[seq.seq_id]) for seq in batch.admitted]

@@ -129,6 +129,14 @@ class TensorParallel:
         _finish(self.group._allgather_base(gathered, x.flatten(), _options(dist.distributed_c10d.AllgatherOptions())))
         return gathered.view(self.size, *x.shape)
 
+    def gather_vocab(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Return all ranks' logits (num_rows, vocab_size), given those of this rank's shard."""
+        if self.size == 1:
+            return logits
+        padding = self.vocab_shard_size(vocab_size) - logits.shape[1]
+        shards = self.all_gather(torch.nn.functional.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
+        return shards.transpose(0, 1).flatten(1)[:, :vocab_size]
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Return rank 0's `x`, in the place of all others' of the same shape."""
         if self.size > 1:

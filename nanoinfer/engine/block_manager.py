@@ -11,14 +11,14 @@ a shared prefix is the part worth keeping.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import chain, count, islice
+from itertools import chain
 
 import xxhash
 
 from nanoinfer.engine.block_pool import BlockPool
-from nanoinfer.engine.cache_groups.attention_group import AttentionGroup
+from nanoinfer.engine.cache_groups.attention_group import AttentionGroup, SlidingWindowGroup
 from nanoinfer.engine.cache_groups.cache_group import CacheGroup, Hit
-from nanoinfer.engine.cache_groups.partial_hits import MIN_COPIED_TOKENS
+from nanoinfer.engine.cache_groups.partial_hits import MIN_COPIED_TOKENS, Columns, Parent
 from nanoinfer.engine.cache_groups.specs import (
     CacheGroupSpec,
     FullAttentionSpec,
@@ -27,7 +27,7 @@ from nanoinfer.engine.cache_groups.specs import (
     num_tables,
 )
 from nanoinfer.engine.cache_groups.state_group import StateGroup
-from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, StateCopy
+from nanoinfer.engine.scheduled_batch import BlockCopy, ScheduledBatch, StateCopy
 from nanoinfer.engine.sequence import Sequence
 
 
@@ -77,8 +77,11 @@ class BlockManager:
         for index, spec in enumerate(tables):
             offsets = range(first, first + spec.num_tables * num_rows, num_rows)
             first = offsets.stop
-            self.attention.append(AttentionGroup(self.pool, index, offsets, spec.window, max_chunk_tokens))
-        self._windows = [group for group in self.attention if group.window]
+            if spec.window is None:
+                self.attention.append(AttentionGroup(self.pool, index, offsets))
+            else:
+                self.attention.append(SlidingWindowGroup(self.pool, index, offsets, spec.window, max_chunk_tokens))
+        self._windows = [group for group in self.attention if isinstance(group, SlidingWindowGroup)]
         self._num_full_tables = self.num_tables - sum(group.num_tables for group in self._windows)
         self.groups: list[CacheGroup] = [*self.attention]
         self.states: StateGroup | None = None
@@ -91,7 +94,7 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out, including those with an entry in the prefix cache."""
-        return self.pool.num_free
+        return len(self.pool.free)
 
     @property
     def num_used_blocks(self) -> int:
@@ -129,59 +132,54 @@ class BlockManager:
 
     def find_cached_prefix(self, seq: Sequence) -> Hit:
         """Return the longest prefix of `seq` that every group remembers; it may be empty."""
-        entries, length = self.pool.find_chain(seq) if self.enable_prefix_caching else [], None
-        hit = Hit(entries)
-        while length != len(entries) and self.enable_prefix_caching:
-            length = len(entries)
-            hit.next_block = self.pool.next_block(seq, entries)
-            hit.source, hit.num_common = self.pool.copies.find(*hit.next_block)
-            hit.num_copied = hit.num_common if hit.source else 0
-            for group in self._trimming:
-                group.trim(seq, hit)
-        if hit.source and hit.snapshot and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
-            # Its own blocks may be all that there are, and then there is none to copy from.
-            entries.clear()
-            hit.source, hit.num_copied, hit.snapshot = None, 0, None
-        hit.columns = [group.needed_of(entries) for group in self.attention]
+        hit = Hit([], [])
+        if self.enable_prefix_caching:
+            hit.entries = self.pool.find_chain(seq)
+            # What one group leaves of it may be too long for another, so they are asked until none shortens it.
+            while self._trimming and any(group.trim(seq, hit) for group in self._trimming):
+                pass
+            if self.states is None:
+                parent, tokens = self.pool.after(seq, hit.entries)
+                hit.source, num_common = self.pool.copies.find(parent, tokens)
+                hit.num_copied = num_common if hit.source else 0
+                # From the next step on, what this step computes can be copied, too.
+                hit.num_later = self.pool.copies.num_found_later(parent, tokens, num_common)
+            else:
+                if hit.source and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
+                    # Its own blocks may be all that there are, and then there is none to copy from.
+                    hit = Hit([], [])
+                hit.num_later = self.states.num_found_later(seq, hit)
+        hit.pages = [group.needed_pages(hit.entries) for group in self.attention]
         return hit
-
-    def num_found_later(self, seq: Sequence, hit: Hit) -> int:
-        """Return how many more tokens a lookup will find once the step that is being scheduled is computed."""
-        if not self.enable_prefix_caching:
-            return 0
-        if self.states is not None:
-            return self.states.num_found_later(seq, hit)
-        return self.pool.copies.num_found_later(*hit.next_block, hit.num_common)
 
     def num_blocks_to_allocate(self, seq: Sequence, hit: Hit) -> int:
         """Return how many free blocks an admitted sequence takes: new ones, and cached ones that no sequence uses."""
         # What only saves time is copied only if there is room left for the source.
-        num_blocks = self.pool.num_idle(hit.source.columns) if hit.source and hit.snapshot else 0
+        num_blocks = self.pool.num_idle(hit.source.pages) if hit.source and hit.snapshot else 0
         for group in self.attention:
             num_blocks += group.cost(seq, hit)
         return num_blocks
 
-    def allocate(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
+    def allocate(self, batch: ScheduledBatch, seq: Sequence, hit: Hit) -> None:
         """Give `seq` what it has found, and blocks for all its tokens, except in windows: there chunks take their own.
 
-        Return the copies that the step has to begin with. Their sources are held until they are given to `release`.
+        The batch is told of the blocks, and of the copies to begin with: their sources are held until `release`.
         """
         assert seq not in self._holding, f"sequence {seq.seq_id} already holds blocks"
         if hit.source and hit.snapshot is None:
-            num_idle = self.pool.num_idle(hit.source.columns)
+            num_idle = self.pool.num_idle(hit.source.pages)
             if num_idle and self.num_blocks_to_allocate(seq, hit) + num_idle > self.num_free_blocks:
                 hit.source, hit.num_copied = None, 0
         self._holding.add(seq)
         if hit.entries or hit.source:  # all that is found is held before anything new is taken
             seq.prefix_serials += [entry.serial for entry in hit.entries]
             self.pool.retain(seq.prefix_serials)
-            sources = hit.source.columns if hit.source else []
-            self.pool.hold(chain.from_iterable(filter(None, chain(*hit.columns, sources))))
+            self.pool.hold(chain(*hit.pages, hit.source.pages if hit.source else ()))
         seq.num_computed_tokens = len(hit.entries) * self.block_size + hit.num_copied
-        copies = [copy for group in self.groups for copy in group.admit(seq, hit)]
+        for group in self.groups:
+            group.admit(batch, seq, hit)
         num_slots = seq.num_computed_tokens if self._windows else seq.num_tokens
         seq.num_slots = self.pool.num_blocks_for(num_slots) * self.block_size
-        return copies
 
     def needing_block(self, seqs: Iterable[Sequence], num_tokens: int = 1) -> list[Sequence]:
         """Return the sequences whose next tokens to compute, so many, lie past their blocks."""
@@ -201,16 +199,14 @@ class BlockManager:
         ends = [(seq, seq.num_computed_tokens + num_tokens) for seq in seqs]
         return sum(group.num_missing(*end) for end in ends for group in self.attention) <= self.num_free_blocks
 
-    def extend(self, seqs: list[Sequence], num_tokens: int = 1) -> list[NewBlock]:
-        """Give each sequence the blocks of its next tokens to compute; return what the device is to know of tables."""
-        new_blocks: list[NewBlock] = []
+    def extend(self, batch: ScheduledBatch, seqs: list[Sequence], num_tokens: int = 1) -> None:
+        """Give each sequence the blocks of its next tokens to compute, and tell the batch of them."""
         for seq in seqs:
             end = seq.num_computed_tokens + num_tokens
-            for group in self.attention:
-                new_blocks += group.extend(seq, end)
-            if seq.num_slots < end:
-                seq.num_slots = -(-end // self.block_size) * self.block_size
-        return new_blocks
+            if end > seq.num_slots or self._windows:
+                for group in self.attention:
+                    group.extend(batch, seq, end)
+                seq.num_slots = max(seq.num_slots, -(-end // self.block_size) * self.block_size)
 
     def num_growing_tables(self, seq: Sequence) -> int:
         """Return how many blocks a sequence takes for a block of tokens."""
@@ -232,31 +228,26 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        parent_serial = seq.prefix_serials[-1] if seq.prefix_serials else self.pool.root_of(seq)
-        first, (end, num_last) = len(seq.prefix_serials), divmod(num_computed, self.block_size)
-        columns_of_groups = []
-        for group in self.attention:
-            columns_of_groups.append(group.columns_from(seq, first))
-        blocks = zip(count(first), *columns_of_groups, strict=False)  # the index of each, and its columns
-        for index, *columns in islice(blocks, end - first):
-            entry = self.pool.find(seq, index, parent_serial)
+        serials, (end, num_last) = seq.prefix_serials, divmod(num_computed, self.block_size)
+        parent: Parent = serials[-1] if serials else seq.root
+        for index in range(len(serials), end):
+            entry = self.pool.find(seq, index, parent)
             if entry is None:
                 key, tokens = seq.prefix_hashes[index]
-                entry = self.pool.add(parent_serial, key, tokens, columns)
+                entry = self.pool.add(parent, key, tokens, self._columns(seq, index))
             elif None in entry.columns:
-                self.pool.attach(entry, columns)
-            parent_serial = entry.serial
-            seq.prefix_serials.append(parent_serial)
+                self.pool.attach(entry, self._columns(seq, index))
+            parent = entry.serial
+            serials.append(parent)
             if self.pool.counts_uses:
-                self.pool.retain((parent_serial,))
+                self.pool.retain((parent,))
         if self.states is not None:
             with_last |= self.states.note(seq, num_computed, ends)
         # A block without an entry before it cannot be found.
-        if with_last and end == len(seq.prefix_serials) and num_last >= self.pool.copies.min_tokens:
-            _, *columns = next(blocks)
+        if with_last and end == len(serials) and num_last >= self.pool.copies.min_tokens:
+            columns = self._columns(seq, end)
             if any(columns):
-                tokens = seq.token_ids[num_computed - num_last : num_computed].tobytes()
-                self.pool.add(parent_serial, None, tokens, columns)
+                self.pool.add(parent, None, seq.token_ids[num_computed - num_last : num_computed].tobytes(), columns)
 
     def cache_end(self, seq: Sequence) -> None:
         """Cache what is left of a sequence that ends."""
@@ -275,8 +266,8 @@ class BlockManager:
             self.reset_prefix_cache()
         elif self.holds(seq):
             index = start // self.block_size
-            columns = [column for group in self.attention for column in group.columns_from(seq, index)]
-            self.pool.evict(chain.from_iterable(filter(None, columns)), seq.prefix_serials[index:])
+            pages = chain.from_iterable(group.pages_from(seq, index) for group in self.attention)
+            self.pool.evict(pages, seq.prefix_serials[index:])
 
     def holds(self, seq: Sequence) -> bool:
         """Return whether a sequence holds its blocks."""
@@ -286,7 +277,8 @@ class BlockManager:
         """Take back all that `seq` holds, if anything. Its entries can be hit until its blocks are handed out again."""
         for group in reversed(self.groups):
             group.free(seq)
-        self.pool.release(seq.prefix_serials)
+        if self.pool.counts_uses:
+            self.pool.release(seq.prefix_serials)
         self._holding.discard(seq)
         seq.block_table.clear()
         seq.prefix_serials.clear()
@@ -307,5 +299,9 @@ class BlockManager:
         """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
         return ([], []) if self.states is None else self.states.snapshots.take_copies()
 
+    def _columns(self, seq: Sequence, index: int) -> Columns:
+        """Return the pages of a block of a sequence, by group; None where a window has left them."""
+        return tuple([group.column(seq, index) for group in self.attention])
+
     def _max_blocks(self, num_tokens: int) -> int:
-        return sum(group.max_blocks(num_tokens) for group in self.attention)
+        return sum(group.max_pages(num_tokens) for group in self.attention)

@@ -3,9 +3,9 @@
 The cache is a pool of pages of `block_size` tokens (PagedAttention, Kwon et al. 2023). A block of text that is computed
 gets an entry. Entries form chains: each names the entry of the block before it. A full block is looked up by the hash
 of its tokens, chained to the hash of the block before. A hash only finds a candidate: it is a hit if the tokens are
-equal too, and if the entry's parent is the entry just hit. What else keys and values depend on, such as an adapter, is
-the `identity` of a sequence, and each identity has a chain of its own. Entries are told apart by serial numbers that
-are never used again, so a hash collision can never give a sequence the keys and values of another text.
+equal too, and if the entry's parent is the entry just hit. Entries are told apart by serial numbers that are never used
+again, so a hash collision can never give a sequence the keys and values of another text. What else keys and values
+depend on, such as an adapter, is the `identity` of a sequence: first blocks have it as their parent.
 
 What an entry stands for hangs on it: a column of pages for each group with block tables (`Column`), and the snapshots
 of recurrent states. A page that nobody uses keeps its contents until it is handed out again. Pages without an entry are
@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from nanoinfer.engine.cache_groups.partial_hits import CacheEntry, Column, PartialHits
+from nanoinfer.engine.cache_groups.partial_hits import CacheEntry, Column, Columns, Parent, PartialHits
 from nanoinfer.engine.sequence import Sequence
-
-ROOT_SERIAL = 0  # the parent of every first block of sequences without an identity
 
 
 @dataclass(slots=True, eq=False)
@@ -53,19 +51,14 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.copies = PartialHits(min_copied_tokens)
         self.num_frees = 0  # changes whenever pages come back: a prompt that did not fit may fit now
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first_block, num_blocks))  # in order of reuse
+        # Pages that can be handed out, those in the prefix cache included, in the order in which they will be.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first_block, num_blocks))
         self._full: dict[int, CacheEntry] = {}  # entries of full blocks, by hash
-        self._entries: dict[int, CacheEntry] = {}  # all entries, by serial number
-        self._roots: dict[object, int] = {None: ROOT_SERIAL}  # what first blocks have as their parent, by identity
-        self._serials = count(ROOT_SERIAL + 1)
+        self._entries: dict[Parent, CacheEntry] = {}  # all entries, by serial number
+        self._serials = count()
         self.counts_uses = not first_holds_all
         self._hash = hash_function
         self.forget: Callable[[CacheEntry], None] | None = None  # is called with each entry that is removed
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be handed out, including those in the prefix cache."""
-        return len(self._free)
 
     @property
     def num_full_entries(self) -> int:
@@ -80,7 +73,7 @@ class BlockPool:
         """Hand out free pages."""
         taken = []
         for _ in range(num_pages):
-            block_id, _ = self._free.popitem(last=False)
+            block_id, _ = self.free.popitem(last=False)
             block = self.blocks[block_id]
             assert block.ref_count == 0, f"block {block_id} is handed out while a sequence still uses it"
             if block.entry is not None:
@@ -94,7 +87,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0:
-                del self._free[block_id]
+                del self.free[block_id]
             block.ref_count += 1
 
     def give_back(self, block_ids: Iterable[int]) -> None:
@@ -104,55 +97,46 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} is freed more often than it was given out"
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._free[block_id] = None
+                self.free[block_id] = None
                 if block.entry is None:
-                    self._free.move_to_end(block_id, last=False)
+                    self.free.move_to_end(block_id, last=False)
         self.num_frees += 1
 
-    def num_idle(self, columns: Iterable[Column | None]) -> int:
-        """Return how many pages of these columns nobody uses."""
-        return sum([len(column) for column in columns if column and self.blocks[column[0]].ref_count == 0])
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these pages nobody uses."""
+        return sum([self.blocks[block_id].ref_count == 0 for block_id in block_ids])
 
     # Entries.
-
-    def root_of(self, seq: Sequence) -> int:
-        """Return what the first block of a sequence has as its parent."""
-        root = self._roots.get(seq.identity)
-        if root is None:
-            root = self._roots[seq.identity] = next(self._serials)
-        return root
-
-    def next_block(self, seq: Sequence, entries: list[CacheEntry]) -> tuple[int, bytes]:
-        """Return the parent of the block after these entries of `seq`, and its tokens that may come from the cache."""
-        start = len(entries) * self.block_size
-        tokens = seq.token_ids[start : min(start + self.block_size, seq.max_cached_tokens)].tobytes()
-        return entries[-1].serial if entries else self.root_of(seq), tokens
 
     def find_chain(self, seq: Sequence) -> list[CacheEntry]:
         """Return the entries of the first blocks of `seq`, as far as it may take them from the cache."""
         found: list[CacheEntry] = []
-        parent_serial = self.root_of(seq)
         for index in range(seq.max_cached_tokens // self.block_size):
-            entry = self.find(seq, index, parent_serial)
+            entry = self.find(seq, index, found[-1].serial if found else seq.root)
             if entry is None:
                 break
             found.append(entry)
-            parent_serial = entry.serial
         return found
 
-    def find(self, seq: Sequence, index: int, parent_serial: int) -> CacheEntry | None:
-        """Return the entry of block `index` of `seq`, if the block before it has the entry `parent_serial`."""
+    def after(self, seq: Sequence, entries: list[CacheEntry]) -> tuple[Parent, bytes]:
+        """Return the parent of the block after these entries of `seq`, and its tokens that may come from the cache."""
+        start = len(entries) * self.block_size
+        tokens = seq.token_ids[start : min(start + self.block_size, seq.max_cached_tokens)].tobytes()
+        return entries[-1].serial if entries else seq.root, tokens
+
+    def find(self, seq: Sequence, index: int, parent: Parent) -> CacheEntry | None:
+        """Return the entry of block `index` of `seq`, if the block before it has this parent's entry."""
         hashes = seq.prefix_hashes
         if len(hashes) == index:  # every block before it was looked up
             start = index * self.block_size
             tokens = seq.token_ids[start : start + self.block_size].tobytes()
-            parent = hashes[-1][0] if hashes else parent_serial
-            hashes.append((self._hash(parent.to_bytes(8, "little") + tokens), tokens))
+            before = hashes[-1][0] if hashes else hash(parent) % 2**64
+            hashes.append((self._hash(before.to_bytes(8, "little") + tokens), tokens))
         key, tokens = hashes[index]
         entry = self._full.get(key)
-        return entry if entry and (entry.parent_serial, entry.tokens) == (parent_serial, tokens) else None
+        return entry if entry and entry.parent == parent and entry.tokens == tokens else None
 
-    def add(self, parent_serial: int, key: int | None, tokens: bytes, columns: list[Column | None]) -> CacheEntry:
+    def add(self, parent: Parent, key: int | None, tokens: bytes, columns: Columns) -> CacheEntry:
         """Make an entry for a block of text in these columns. If they have one with fewer of its tokens, it grows.
 
         key: its hash; None if the block is not full.
@@ -161,37 +145,43 @@ class BlockPool:
         for column in columns:
             if column and entry is None:
                 entry = self.blocks[column[0]].entry
+        if key is not None and key in self._full:  # a collision, or an orphan: the newest one stays
+            self.remove(self._full[key])
         if entry is None:
-            entry = CacheEntry(next(self._serials), parent_serial, [None] * len(columns), key, tokens)
+            entry = CacheEntry(next(self._serials), parent, columns, key, tokens)
             self._entries[entry.serial] = entry
+            for column in columns:
+                for block_id in column or ():
+                    self.blocks[block_id].entry = entry
             if self.counts_uses:
-                self.retain((parent_serial,))
+                entry.num_uses = len(columns) - columns.count(None)
+                self.retain((parent,))
+            if None not in columns:
+                self.copies.add(entry)
         else:
             self.copies.remove_new(entry)
             entry.hash, entry.tokens = key, tokens
+            self.attach(entry, columns)
         if key is not None:
-            if key in self._full:  # a collision, or an entry whose parent was evicted: the newest one stays
-                self.remove(self._full[key])
             self._full[key] = entry
-        self.attach(entry, columns)
         return entry
 
-    def attach(self, entry: CacheEntry, columns: list[Column | None]) -> None:
+    def attach(self, entry: CacheEntry, columns: Columns) -> None:
         """Give an entry those of these columns that it lacks. Later steps can copy it if it has all."""
-        for group, column in enumerate(columns):
-            if column and entry.columns[group] is None:
-                for block_id in column:
-                    block = self.blocks[block_id]
-                    if block.entry is not None:
-                        self._detach(block.entry, group)
-                    block.entry = entry
-                entry.columns[group] = column
-                if self.counts_uses:
+        if None in entry.columns:
+            for group, column in enumerate(columns):
+                if column and entry.columns[group] is None:
+                    for block_id in column:
+                        block = self.blocks[block_id]
+                        if block.entry is not None:
+                            self._detach(block.entry, group)
+                        block.entry = entry
                     self.retain((entry.serial,))
+            entry.columns = tuple([own or new for own, new in zip(entry.columns, columns, strict=True)])
         if None not in entry.columns:
             self.copies.add(entry)
 
-    def evict(self, block_ids: Iterable[int], serials: Iterable[int]) -> None:
+    def evict(self, block_ids: Iterable[int], serials: Iterable[Parent]) -> None:
         """Remove the entries that have one of these pages, and those with these serial numbers."""
         found = [self.blocks[block_id].entry for block_id in block_ids] + [self._entries.get(one) for one in serials]
         for entry in found:
@@ -206,16 +196,16 @@ class BlockPool:
         """Remove an entry. Nothing after it is found any more."""
         self._remove(entry)
         if self.counts_uses:
-            self.release((entry.parent_serial,))
+            self.release((entry.parent,))
 
-    def retain(self, serials: Iterable[int]) -> None:
+    def retain(self, serials: Iterable[Parent]) -> None:
         """Note that something more hangs on each of these entries."""
         if self.counts_uses:
             for serial in serials:
                 if serial in self._entries:
                     self._entries[serial].num_uses += 1
 
-    def release(self, serials: Iterable[int]) -> None:
+    def release(self, serials: Iterable[Parent]) -> None:
         """Note that something less hangs on each of these entries. One on which nothing is left is removed."""
         if self.counts_uses:
             left = [*serials]
@@ -225,15 +215,15 @@ class BlockPool:
                     entry.num_uses -= 1
                     if entry.num_uses == 0:
                         self._remove(entry)
-                        left.append(entry.parent_serial)
+                        left.append(entry.parent)
 
     def _remove(self, entry: CacheEntry) -> None:
         del self._entries[entry.serial]
         if entry.hash is not None:
             del self._full[entry.hash]
         self.copies.remove(entry)
-        for group in range(len(entry.columns)):
-            self._drop_column(entry, group)
+        for column in entry.columns:
+            self._disown(column)
         if self.forget is not None:
             self.forget(entry)
 
@@ -250,12 +240,12 @@ class BlockPool:
     def _detach(self, entry: CacheEntry, group: int) -> None:
         """Take a group's column from its entry, which can be found without it, and not be copied."""
         self.copies.remove(entry)
-        self._drop_column(entry, group)
+        self._disown(entry.columns[group])
+        entry.columns = (*entry.columns[:group], None, *entry.columns[group + 1 :])
         self.release((entry.serial,))
 
-    def _drop_column(self, entry: CacheEntry, group: int) -> None:
-        for block_id in entry.columns[group] or ():
+    def _disown(self, column: Column | None) -> None:
+        for block_id in column or ():
             self.blocks[block_id].entry = None
-            if block_id in self._free:
-                self._free.move_to_end(block_id, last=False)
-        entry.columns[group] = None
+            if block_id in self.free:
+                self.free.move_to_end(block_id, last=False)

@@ -4,71 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nanoinfer.engine.found import Found
 from nanoinfer.option_fields import RowOption
-
-
-@dataclass(slots=True, eq=False)
-class HiddenStatesRequest:
-    """What a request wants of its prompt's hidden states, and what has come so far.
-
-    pools: whether the states are pooled; the request then ends with its prompt. first: the first token whose states are
-    wanted; tokens before it may come from the prefix cache. make_output: makes the user's output from the request's
-    RequestOutput and this object; None where that is the RequestOutput itself. layers: the layers whose states are
-    wanted without pooling; 0 is the embedding. layers_from: the first token whose states are wanted of these layers.
-    second_text: where the second text of a pair begins; None for one text. take: called with a layer, the first token,
-    and the states on the device, as soon as their step is launched; None keeps the states in `found`. found: the values
-    that have come, by layer (None: pooled) and by the first token of each part; a part that is computed again replaces
-    the old one.
-    """
-
-    pools: bool
-    first: int
-    make_output: Callable[..., Any] | None = None
-    layers: tuple[int, ...] = ()
-    layers_from: int = 0
-    second_text: int | None = None
-    take: Callable[[int, int, Any], object] | None = None
-    found: dict[int | None, dict[int, Any]] = field(default_factory=dict)
-
-    def row_value(self, num_prompt_tokens: int) -> list[int]:
-        """Return the numbers of the request's `WantedStates`, without the first, and its layers after them."""
-        second_text = num_prompt_tokens if self.second_text is None else self.second_text
-        return [self.pools, self.layers_from, self.take is not None, second_text, *self.layers]
-
-    def add(self, found: "ChunkStates") -> None:
-        first = 0 if found.layer is None else self.layers_from
-        if found.start <= first:  # the prompt is computed again, maybe in other chunks
-            self.found.pop(found.layer, None)
-        self.found.setdefault(found.layer, {})[found.start] = found.values
-
-    def parts(self, layer: int | None) -> list[Any]:
-        """Return the values of a layer, or of pooling, in the order of the tokens."""
-        found = self.found.get(layer, {})
-        return [found[start] for start in sorted(found)]
-
-    def to_output(self, output: Any) -> Any:
-        """Return what the user gets, given the RequestOutput."""
-        return output if self.make_output is None else self.make_output(output, self)
-
-
-def _row_value(_params: object, seq: Any) -> list[int] | None:
-    wanted = seq.hidden_states_request
-    return None if wanted is None else wanted.row_value(seq.num_prompt_tokens)
-
-
-HIDDEN_STATES = RowOption(derive=_row_value)
-
-
-class WantedStates(NamedTuple):
-    """What a row wants of its prompt's hidden states."""
-
-    num_prompt_tokens: int
-    pools: int  # 1: they are pooled, and no token is sampled
-    layers_from: int  # the first token whose hidden states are wanted as they are
-    keeps_on_device: int  # 1: these stay on the device, for a function
-    second_text: int  # where the second text of a pair begins; num_prompt_tokens where there is none
-    layers: list[int]  # whose hidden states are wanted as they are
 
 
 class ChunkStates(NamedTuple):
@@ -84,40 +20,64 @@ class ChunkStates(NamedTuple):
     values: Any  # a tensor on the host
 
 
-@dataclass(slots=True)
-class FoundStates(Found):
-    """The hidden states of a step's prompts, or what pooling made of each of their tokens."""
+@dataclass(slots=True, eq=False)
+class HiddenStatesRequest:
+    """What a request wants of its prompt's hidden states, and what has come so far.
 
-    parts: list[ChunkStates]
+    pools: whether the states are pooled; the request then ends with its prompt. first: the first token whose states are
+    wanted; tokens before it may come from the prefix cache. make_output: makes the user's output from the request's
+    RequestOutput and this object; None where that is the RequestOutput itself. layers: the layers whose states are
+    wanted without pooling; 0 is the embedding. layers_from: the first token whose states are wanted of these layers.
+    second_text: where the second text of a pair begins; None for one text. take: called with a layer, the first token,
+    and the states on the device, as soon as their step is launched; None keeps the states in `received`. received: the
+    values that have come, by layer (None: pooled) and by the first token of each part; a part that is computed again
+    replaces the old one.
+    """
 
-    def launched(self, batch: Any) -> None:
-        for part in self.parts:
-            wanted = batch.prefill[part.chunk].seq.hidden_states_request
-            if part.layer is not None and wanted is not None and wanted.take is not None:
-                wanted.take(part.layer, part.start, part.values)
+    pools: bool
+    first: int
+    make_output: Callable[..., Any] | None = None
+    layers: tuple[int, ...] = ()
+    layers_from: int = 0
+    second_text: int | None = None
+    take: Callable[[int, int, Any], object] | None = None
+    received: dict[int | None, dict[int, Any]] = field(default_factory=dict)
 
-    def collected(self, batch: Any, *_: object) -> None:
-        for part in self.parts:
-            wanted = batch.prefill[part.chunk].seq.hidden_states_request
-            if wanted is not None and part.layer is None:
-                wanted.add(part)
-            elif wanted is not None and wanted.take is None:
-                wanted.add(part._replace(values=part.values.clone()))  # the memory that they came in is wanted again
-        for seq, start, length, _ in batch.prefill:
-            wanted = seq.hidden_states_request
-            if wanted is not None and not wanted.pools and start + length >= seq.num_prompt_tokens:
-                seq.hidden_states_request = None  # all have come: a recomputed prompt does not need them again
+    def row_value(self, num_prompt_tokens: int) -> list[int]:
+        """Return the numbers of the request's `WantedStates`, without the first, and its layers after them."""
+        second_text = num_prompt_tokens if self.second_text is None else self.second_text
+        return [self.pools, self.layers_from, self.take is not None, second_text, *self.layers]
+
+    def add(self, part: ChunkStates) -> None:
+        first = 0 if part.layer is None else self.layers_from
+        if part.start <= first:  # the prompt is computed again, maybe in other chunks
+            self.received.pop(part.layer, None)
+        self.received.setdefault(part.layer, {})[part.start] = part.values
+
+    def parts(self, layer: int | None) -> list[Any]:
+        """Return the values of a layer, or of pooling, in the order of the tokens."""
+        by_start = self.received.get(layer, {})
+        return [by_start[start] for start in sorted(by_start)]
+
+    def to_output(self, output: Any) -> Any:
+        """Return what the user gets, given the RequestOutput."""
+        return output if self.make_output is None else self.make_output(output, self)
 
 
-@dataclass(slots=True)
-class PooledVectors(Found):
-    """What pooling has made of the prompts that a step completes, a vector of each. chunks: which of the step's."""
+def _row_value(_params: object, seq: Any) -> list[int] | None:
+    request = seq.hidden_states_request
+    return None if request is None else request.row_value(seq.num_prompt_tokens)
 
-    chunks: list[int]
-    values: Any  # (num_chunks, size), a tensor on the host
 
-    def collected(self, batch: Any, *_: object) -> None:
-        for place, chunk in enumerate(self.chunks):
-            wanted = batch.prefill[chunk].seq.hidden_states_request
-            if wanted is not None:
-                wanted.add(ChunkStates(chunk, None, 0, self.values[place : place + 1]))
+HIDDEN_STATES = RowOption(derive=_row_value)
+
+
+class WantedStates(NamedTuple):
+    """What a row wants of its prompt's hidden states."""
+
+    num_prompt_tokens: int
+    pools: int  # 1: they are pooled, and no token is sampled
+    layers_from: int  # the first token whose hidden states are wanted as they are
+    keeps_on_device: int  # 1: these stay on the device, for a function
+    second_text: int  # where the second text of a pair begins; num_prompt_tokens where there is none
+    layers: list[int]  # whose hidden states are wanted as they are

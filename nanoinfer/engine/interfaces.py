@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec
-from nanoinfer.engine.found import Found
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.side_outputs import SideOutput
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
 from nanoinfer.metrics import StepEvent
@@ -27,7 +27,7 @@ class Weights(Protocol):
         """Check a tensor and copy it there. given: what the update has copied before; see `ModelWeights.check`."""
 
 
-class Constraints(Protocol):
+class ConstraintManager(Protocol):
     """Compiles what limits the tokens of requests, and makes the masks of steps."""
 
     def compile(self, params: abc.Sequence[SamplingParams]) -> object:
@@ -35,6 +35,9 @@ class Constraints(Protocol):
 
     def is_asked(self, params: abc.Sequence[SamplingParams]) -> bool:
         """Return whether any of these ask for something that `compile` or `add_constraints` makes."""
+
+    def takes_time(self, params: abc.Sequence[SamplingParams]) -> bool:
+        """Return whether that takes time for any of these, and should be done for all of them at once."""
 
     def add_constraints(
         self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False
@@ -61,7 +64,7 @@ class SampledStep(Protocol):
         """Why a user's function failed, by the batch_idx of the token that could not be drawn."""
 
     @property
-    def found(self) -> abc.Sequence[Found]:
+    def side_outputs(self) -> abc.Sequence[SideOutput]:
         """What requests want beside tokens."""
 
 
@@ -72,7 +75,7 @@ class RunnerLimits:
     max_model_len: int  # tokens of the longest sequence
     num_blocks: int  # of the KV cache
     max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
-    groups: tuple[CacheGroupSpec, ...]  # what the layers remember of a sequence, in the order of the block tables
+    cache_specs: tuple[CacheGroupSpec, ...]  # what the layers remember of a sequence, in the order of the block tables
     max_prefix_sharers: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
     whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not

@@ -7,22 +7,24 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.engine import Action, Engine, Recipient
-from nanoinfer.engine.extras import Extras
-from nanoinfer.engine.interfaces import SILENT, Constraints, Listener, Runner, SampledStep
+from nanoinfer.engine.interfaces import SILENT, ConstraintManager, Listener, Runner, SampledStep
 from nanoinfer.engine.packet import pack
 from nanoinfer.engine.proposer import Proposer, drawn_one_by_one
 from nanoinfer.engine.request import Completion, Request
+from nanoinfer.engine.request_logprobs import PromptLogprobs
+from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_options import identity_of
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import EngineStateError, closed_error
+from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.tokenizer import Tokenizer
@@ -53,7 +55,7 @@ class LLMEngine(Engine):
         runner: Runner,
         tokenizer: Tokenizer | None,
         stop_token_ids: frozenset[int],
-        constraints: Constraints | None = None,
+        constraints: ConstraintManager | None = None,
         new_listener: Callable[[Scheduler], Listener] = lambda _: SILENT,
     ) -> None:
         super().__init__(config)
@@ -66,11 +68,11 @@ class LLMEngine(Engine):
             limits.num_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            limits.groups,
+            limits.cache_specs,
             max_num_seqs=limits.max_num_seqs,
             max_chunk_tokens=max(config.max_num_batched_tokens, limits.max_row_tokens),
         )
-        self.extras = Extras(config, runner, tokenizer)
+        self._routed_experts = RoutedExperts(runner) if config.enable_return_routed_experts else None
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=limits.max_num_seqs,
@@ -80,7 +82,7 @@ class LLMEngine(Engine):
             max_prefix_sharers=limits.max_prefix_sharers,
             whole_prompts=limits.whole_prompts,
             max_row_tokens=limits.max_row_tokens,
-            on_finish=self.extras.on_finish,
+            on_finish=self._routed_experts.on_finish if self._routed_experts else None,
         )
         self._new_listener = new_listener
         self._launches_early = config.overlap and limits.computes_beside_host
@@ -94,8 +96,9 @@ class LLMEngine(Engine):
 
     def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
         """Have the scheduler queue the samples of a request."""
-        params = prepared.sampling_params
-        request = Request(request_id, prepared.prompt, [], to)
+        params, states = prepared.sampling_params, prepared.hidden_states_request
+        new_logprobs: Any = FlatLogprobs if params.flat_logprobs else list
+        request = Request(request_id, prepared.prompt, [], to, PromptLogprobs.of(prepared, self.tokenizer), states)
         for sample in range(params.n):
             seq = Sequence(
                 seq_id=self._num_sequences,
@@ -108,10 +111,11 @@ class LLMEngine(Engine):
                 identity=identity_of(params),
                 packed_ids=prepared.packed_ids,
             )
-            seq.constraint = prepared.constraint.start() if prepared.constraint else None
+            seq.constraint = prepared.constraint.start(prepared.token_ids) if prepared.constraint else None
             self._num_sequences += 1
-            request.completions.append(Completion(seq, self.tokenizer, to))
-        self.extras.start(request, prepared)
+            request.completions.append(Completion(seq, self.tokenizer, to, new_logprobs()))
+        first = request.completions[0].seq  # it brings what is wanted of the prompt
+        first.hidden_states_request, first.prompt_logprobs_start = states, prepared.first_prompt_logprob
         for completion in request.completions:
             self.scheduler.add(completion.seq)
             self.scheduler.listener.arrived(completion.seq, to.arrival_time)
@@ -145,7 +149,6 @@ class LLMEngine(Engine):
             self._watched.pop(seq.seq_id, None)
             request = self._requests[seq.request_id]
             completion = request.completions[seq.sample]
-            self.extras.complete(completion)
             if error := completion.finish().error:
                 logger.warning("request %d ends in an error: %s", seq.request_id, error)
             if (output := request.output()) is not None:
@@ -230,8 +233,8 @@ class LLMEngine(Engine):
             launched = runner.launch(pack(batch, awaits_masks=is_constrained))
             masks = self._masks(batch) if is_constrained else None
             handle = runner.sample(launched, masks)
-            for found in handle.found:
-                found.launched(batch)
+            for output in handle.side_outputs:
+                output.launched(batch)
             self._in_flight.append(Step(batch, handle, started))
             self.scheduler.listener.launched(batch)
         except BaseException:
@@ -266,8 +269,8 @@ class LLMEngine(Engine):
         num_wanted = 0
         for batch, its_token_ids, wanted in drawn_one_by_one(step.batch, token_ids):
             self._note_finished(self.scheduler.update(batch, its_token_ids))
-            for found in step.handle.found:
-                found.collected(step.batch, self._requests, wanted)
+            for output in step.handle.side_outputs:
+                output.collected(step.batch, self._requests, wanted)
             if self._watched:
                 self._watch(batch, now)
             num_wanted += sum(wanted)
@@ -283,7 +286,8 @@ class LLMEngine(Engine):
     def _note_finished(self, finished: list[Sequence]) -> None:
         """Queue sequences that have just finished, for `_hand_over`."""
         self._finished += finished
-        self.extras.finished(self._requests, finished)
+        if self._routed_experts is not None:
+            self._routed_experts.read(self._requests, finished)
 
     def _collect_until(self, max_in_flight: int) -> None:
         while len(self._in_flight) > max_in_flight:

@@ -115,7 +115,7 @@ def pack(batch: ScheduledBatch, awaits_masks: bool = False) -> Packet:
         "block_copies": batch.block_copies,
         "kept_states": batch.kept_states,
         "restored_states": batch.restored_states,
-        "chunks": [ChunkRecord(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],
+        "chunks": [(chunk.seq.held_row, chunk.start, chunk.length) for chunk in batch.prefill],  # of ChunkRecord
         "decode_rows": _decode_rows(batch),
     }
     if batch.num_tokens > 1:
@@ -187,6 +187,6 @@ def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
             (seq.held_row, len(seq.token_ids), seq.num_prompt_tokens, seq.sampling_params.temperature, seq.seed)
             for seq in admitted
         ],
-        "known_tokens": np.concatenate([np.frombuffer(seq.token_ids, np.int32) for seq in admitted]),
+        "known_tokens": np.frombuffer(b"".join([seq.token_ids for seq in admitted]), np.int32),
         **option_sections(admitted),
     }

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nanoinfer.engine.engine import Engine
-from nanoinfer.engine.interfaces import Constraints
+from nanoinfer.engine.interfaces import ConstraintManager
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import (
     Errors,
@@ -120,7 +120,7 @@ class Preparer:
     their tokens.
     """
 
-    def __init__(self, engine: Engine, prompt_processor: PromptProcessor, constraints: Constraints) -> None:
+    def __init__(self, engine: Engine, prompt_processor: PromptProcessor, constraints: ConstraintManager) -> None:
         self._engine, self._constraints = engine, constraints
         self.prompt_processor = prompt_processor
         self.portion_size: int | None = PORTION_SIZE * engine.config.data_parallel_size  # of Portions
@@ -196,7 +196,7 @@ class Preparer:
                 self._constraints.add_constraints(requests, errors, use_tqdm)
             return [*requests.values()]
 
-        at_once |= priority is not None or are_constrained
+        at_once |= priority is not None or (are_constrained and self._constraints.takes_time(all_params))
         return Portions(prepare, range(len(prompts)), None if at_once else self.portion_size, on_error)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:

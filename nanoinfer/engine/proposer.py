@@ -57,7 +57,7 @@ def _take(batch: ScheduledBatch, seq: Sequence, ids: abc.Sequence[int], manager:
     if first + num_tokens > seq.num_slots:
         if not manager.make_room([seq], num_tokens):
             num_tokens = seq.num_slots - first
-        batch.new_blocks += manager.extend([seq], num_tokens)  # also if there is no room: its window may have moved
+        manager.extend(batch, [seq], num_tokens)  # also if there is no room: its window may have moved
     seq.num_computed_tokens = first + num_tokens
     return ids[: num_tokens - 1]
 

@@ -9,12 +9,12 @@ A sample of a request ends for one of these reasons:
     "abort"   the user aborted the request (`LLM.abort`)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.engine.engine import Recipient
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs, logprobs_of_tokens
+from nanoinfer.engine.request_logprobs import PromptLogprobs, end_text, logprobs_of_tokens
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, TokenLogprobs
@@ -29,8 +29,8 @@ class Completion:
     seq: Sequence
     tokenizer: Tokenizer | None
     to: Recipient
+    logprobs: list[TokenLogprobs] | FlatLogprobs  # empty unless they are asked for
     num_read: int = 0  # tokens of the completion that are in `text`, and in the stream
-    logprobs: list[TokenLogprobs] | FlatLogprobs = field(default_factory=list)  # where they are asked for
     output: CompletionOutput | None = None  # once it has finished
     start_time: float | None = None  # when its first step was launched (perf_counter)
     first_token_time: float | None = None  # when its first token was collected
@@ -64,6 +64,7 @@ class Completion:
             self.output = CompletionOutput(seq.sample, "", [], reason)
             return self.output
         params, text = seq.sampling_params, self.text()
+        end_text(self.logprobs, text.of_tokens)
         stop_reason: str | int | None = None
         rest = unread = self._unread()
         if reason == "stop" and text.stop_string is None and seq.token_ids[-1] in seq.stopping.tokens.ids:

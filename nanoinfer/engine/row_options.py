@@ -47,7 +47,9 @@ class AdmittedRow(NamedTuple):
 
 def identity_of(params: SamplingParams) -> Hashable:
     """Return what keys, values and states of a request depend on beside its tokens; None for its tokens alone."""
-    return tuple([(name, value) for name in PREFIX_OPTIONS if (value := getattr(params, name)) is not None]) or None
+    if not PREFIX_OPTIONS:
+        return None
+    return tuple((name, value) for name in PREFIX_OPTIONS if (value := getattr(params, name)) is not None) or None
 
 
 def option_sections(admitted: Iterable[Sequence]) -> dict[str, list[Any]]:

@@ -92,6 +92,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._ending: list[Sequence] = []  # their last step is scheduled: `schedule` may give their rows on
+        self._has_proposals = False  # whether rows of the last decode step may have several tokens
         self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
         self._blocked_head: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
@@ -157,7 +158,9 @@ class Scheduler:
             if num_computed % block_size == 0:
                 self.block_manager.cache_blocks(seq, num_computed)
             stopping = seq.stopping
-            if stopping.advance(token_id, seq.constraint):
+            # Most tokens end nothing, and a look at the set takes less time than a call.
+            may_end = token_id in stopping.tokens.ids or seq.constraint is not None
+            if may_end and stopping.advance(token_id, seq.constraint):
                 finished.append((seq, "stop"))
             elif (num_left := stopping.max_num_tokens - num_computed - 1) <= seq.num_pending_tokens:  # all in flight
                 if num_left > 0:
@@ -308,11 +311,10 @@ class Scheduler:
             if self.running and self._blocked_head == (seq.seq_id, manager.pool.num_frees):
                 break  # no blocks came back since it did not fit, so looking it up again would find the same
             hit = manager.find_cached_prefix(seq)
-            num_later = manager.num_found_later(seq, hit)
-            if num_later >= self.min_awaited_tokens:
+            if hit.num_later >= self.min_awaited_tokens:
                 if not passed_over.is_full:
                     heapq.heappop(self._waiting)
-                    passed_over.add(seq, num_later)
+                    passed_over.add(seq, hit.num_later)
                     # Prompts that overtake it leave free the blocks that it needs in the next step.
                     num_blocks = manager.num_blocks_to_allocate(seq, hit)
                     growth += num_blocks * manager.block_size + self._growth(seq)
@@ -333,7 +335,7 @@ class Scheduler:
 
         With a proposer they may be several tokens, which wait until the step in flight is collected.
         """
-        if in_flight and proposer is not None:
+        if in_flight and (proposer is not None or self._has_proposals):  # how long rows are is not known yet
             return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [
@@ -351,11 +353,12 @@ class Scheduler:
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
         proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=True))
-        batch.new_blocks = manager.extend(needy)
+        manager.extend(batch, needy)
         for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
         batch.decode, batch.prefix_sharers = self.sharer_finder.arrange(decode)
+        self._has_proposals = bool(proposed)
         if proposed:
             add_proposals(batch, proposed, self.max_row_tokens, manager, self.sharer_finder.max_prefix_sharers)
         return batch
@@ -388,11 +391,11 @@ class Scheduler:
                 return False
         heapq.heappop(self._waiting)
         manager.dequeue(seq)
-        batch.block_copies += manager.allocate(seq, hit)
+        seq.row = heapq.heappop(self._free_rows)
+        manager.allocate(batch, seq, hit)
         self.sharer_finder.forget()  # if it ran before, it now has another block table
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
-        seq.row = heapq.heappop(self._free_rows)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         batch.admitted.append(seq)
@@ -400,19 +403,18 @@ class Scheduler:
 
     def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
         """Schedule as much of `seq` as the budget allows; return the number of tokens."""
-        start = seq.num_computed_tokens
-        length = self.block_manager.chunk_end(seq, start + min(budget, seq.num_tokens - start)) - start
-        ends = start + length == seq.num_tokens
-        samples = ends and not seq.stopping.ends_with_prompt
-        batch.prefill.append(PrefillChunk(seq, start, length, samples))
-        batch.new_blocks += self.block_manager.extend([seq], length)
-        seq.num_computed_tokens += length
+        manager, start, num_tokens = self.block_manager, seq.num_computed_tokens, seq.num_tokens
+        end = manager.chunk_end(seq, min(start + budget, num_tokens))
+        samples = end == num_tokens and not seq.stopping.ends_with_prompt
+        batch.prefill.append(PrefillChunk(seq, start, end - start, samples))
+        manager.extend(batch, [seq], end - start)
+        seq.num_computed_tokens = end
         # At once, so that an equal prompt admitted later in this very step shares the blocks.
-        self.block_manager.cache_blocks(seq, seq.num_computed_tokens, with_last=ends)
+        manager.cache_blocks(seq, end, with_last=end == num_tokens)
         seq.num_pending_tokens += samples
-        if ends and seq.num_tokens >= seq.stopping.max_num_tokens:
+        if end == num_tokens and num_tokens + samples >= seq.stopping.max_num_tokens:
             self._ending.append(seq)
-        return length
+        return end - start
 
     def _send_back(self, seq: Sequence) -> None:
         """Free the row and blocks of a running sequence and queue it again; its known tokens stay."""

@@ -66,6 +66,11 @@ class Sequence:
         self.token_ids = array("i", self.prompt_token_ids if packed_ids is None else packed_ids)
 
     @property
+    def root(self) -> tuple[Hashable]:
+        """What its first block comes after in the prefix cache, which is never the number of an entry."""
+        return (self.identity,)
+
+    @property
     def queue_key(self) -> tuple[int, int]:
         """Its place among all sequences: lower runs first."""
         return -self.priority, self.seq_id

@@ -6,7 +6,6 @@ they do not end a sample before `min_tokens` either.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanoinfer.engine.token_masks import Constraint
@@ -29,8 +28,7 @@ class StopTokens(NamedTuple):
         return cls(model_ids | own if own else model_ids, model_ids - own if ignore_eos else frozenset())
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(NamedTuple):
     """What ends one sample.
 
     max_num_tokens: of prompt and completion together. min_tokens: of the completion; no stop token or stop string ends

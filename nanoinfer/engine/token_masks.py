@@ -48,5 +48,5 @@ class Constraint(Protocol):
 class CompiledConstraint(Protocol):
     """What one request asks for, checked and compiled."""
 
-    def start(self) -> Constraint:
-        """Return the constraint of a new sample."""
+    def start(self, prompt: Sequence[int]) -> Constraint:
+        """Return the constraint of a new sample. prompt: its token ids."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
+from nanoinfer.constraints.thoughts import find_thoughts
 from nanoinfer.errors import check_names
 from nanoinfer.vllm_names import LLM_NAMES
 
@@ -66,7 +67,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
     add_bos_token: whether to encode with special tokens; if not given, as the tokenizer does.
     prefix_token_id: stands before a text that has no context; if not given, BOS, or else EOS.
     enable_thinking, chat_template_args: for the chat template.
-    think_end_token: the answer is what comes after its last occurrence.
+    think_end_token: the answer is what comes after its last occurrence; if not given, with enable_thinking, it is that
+        of the model's family.
     device: as for `LLM`; but "cuda:0", which the harness's command passes by default, is the CPU where there is no GPU.
     batch_size, max_batch_size: ignored, because the engine fills its batches itself; see max_num_seqs.
 
@@ -100,14 +102,18 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
             )
         if truncation_side not in ("left", "right", "middle"):
             raise ConfigError(f"truncation_side={truncation_side!r} is not known; use left, right or middle")
-        if enable_thinking and think_end_token is None:
-            raise ConfigError("enable_thinking=True needs think_end_token, such as '</think>', to find the answers")
         device = "auto" if device == "cuda:0" else device  # the same GPU, if there is one
         self.llm = LLM(pretrained, max_model_len=max_length or max_model_len, device=device, **options)
         self.tokenizer = self.llm.tokenizer
         if self.tokenizer is None:
             raise ConfigError(f"{pretrained} has no tokenizer, and tasks are texts; name one with tokenizer=...")
         config = self.llm.config
+        if enable_thinking and think_end_token is None:
+            processor = self.llm.preparer.prompt_processor
+            thoughts = find_thoughts(config, processor.tokenizer, processor.vocab_size)
+            if thoughts is None:
+                raise ConfigError("enable_thinking=True needs think_end_token, such as '</think>', to find the answers")
+            think_end_token = (b"".join(thoughts.answer) or thoughts.end).decode()
         folder = resolve_model_folder(config.model, False, revision=config.revision, download_dir=config.download_dir)
         self._generation_config: Mapping[str, Any] = read_json(folder / "generation_config.json")
         self.max_gen_toks = max_gen_toks

@@ -374,7 +374,7 @@ def logprob_columns(logprobs: Sequence[TokenLogprobs | None] | None) -> list[dic
     """Return log-probabilities with a dict in place of each Logprob."""
     if logprobs is None:
         return None
-    return [None if found is None else {key: asdict(entry) for key, entry in found.items()} for found in logprobs]
+    return [None if place is None else {key: asdict(entry) for key, entry in place.items()} for place in logprobs]
 
 
 def merge_params(base: SamplingParams, given: Any) -> SamplingParams:

@@ -30,11 +30,10 @@ from nanoinfer.layers.linear import (
     ShardedVector,
 )
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
-from nanoinfer.models.decoder_spec import DecoderSetup, DecoderSpec, Mixer
+from nanoinfer.models.decoder_spec import IN_PIECES, WAYS_OF_PRODUCTS, DecoderSetup, DecoderSpec, Mixer
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Layer, LayerStack, Way
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.quantization.linear_method import ProductKind
 from nanoinfer.quantization.method_selection import quantize_layer
 
 
@@ -193,12 +192,10 @@ class DecoderLayer(Layer):
     @cached_property
     def ways(self) -> Set[Way]:
         methods = (getattr(part, "quant_method", None) for part in self.modules())
-        products = {method.kind for method in methods if method is not None}
-        # A weight that is widened for each product would be widened for few tokens, or once more for each slice.
-        if self.is_linear or self.has_multipliers or ProductKind.WIDENED in products:
-            return frozenset()
-        has_plain_products = products <= {ProductKind.PLAIN} and not self.has_experts
-        return self.spec.ways if has_plain_products else self.spec.ways - {Way.FEW_ROWS}
+        ways = frozenset() if self.is_linear or self.has_multipliers else self.spec.ways
+        for kind in {method.kind for method in methods if method is not None}:
+            ways &= WAYS_OF_PRODUCTS[kind]
+        return ways & IN_PIECES if self.has_experts else ways
 
     def normalise_input(self, stream: ResidualStream) -> None:
         # The MLP of a parallel block reads these rows, too: both round them themselves, if needed.

@@ -1,6 +1,6 @@
 """How an architecture differs from the common decoder, and what its layers are made of."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Way
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.quantization.linear_method import ProductKind
 
 # The fields of `DecoderSpec` that may differ from their defaults in layers that go by all ways: they say what differs
 # within attention, or outside of the layers.
@@ -27,8 +28,17 @@ SERVED_BY_ALL_WAYS = frozenset(
         *("embedding", "experts"),
     )
 )
-# Those that may differ too where a way calls a layer's own norms and MLP: not `few_rows_layer.py`.
+# Those that may differ too where a way calls a layer's own norms and MLP: not `few_rows_layer.py`, and
+# `few_calls_layer.py` knows no norms after attention and MLP.
 SERVED_IN_PIECES = frozenset(("has_post_norms", "norm", "activation"))
+IN_PIECES = frozenset((Way.GRAPHS, Way.SLICES))
+# Which ways serve layers by how these multiply. A weight that is widened for each product would be widened for few
+# tokens, or once more for each slice; on a CPU that makes no difference.
+WAYS_OF_PRODUCTS: Mapping[ProductKind, Set[Way]] = {
+    ProductKind.PLAIN: frozenset(Way),
+    ProductKind.WIDENED: frozenset((Way.FEW_CALLS,)),
+    ProductKind.ROUNDED: IN_PIECES,
+}
 
 
 class Mixer(Protocol):
@@ -96,7 +106,8 @@ class DecoderSpec:
         differing = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         if differing <= SERVED_BY_ALL_WAYS:
             return frozenset(Way)
-        return {Way.GRAPHS, Way.SLICES} if differing <= SERVED_BY_ALL_WAYS | SERVED_IN_PIECES else frozenset()
+        ways = IN_PIECES if differing <= SERVED_BY_ALL_WAYS | SERVED_IN_PIECES else frozenset()
+        return ways if "has_post_norms" in differing or not ways else ways | {Way.FEW_CALLS}
 
     @property
     def needs_whole_sums(self) -> bool:

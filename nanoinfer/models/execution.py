@@ -1,4 +1,4 @@
-"""Chooses how a step goes through a decoder: the common way, with the kernels for few rows, in slices, or by graphs.
+"""Chooses how a step goes through a decoder: the common way, by other ones on a CPU or for few rows, slices, graphs.
 
 The runner asks `PrefillGraphs.choose` before it asks the model. Where hidden states of layers are wanted, the pooler
 takes the common way. Layers declare by which ways they can go; nothing here looks at the classes of their parts.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
 from nanoinfer.layers.layernorm import ResidualStream
 from nanoinfer.models.decoder import Decoder, DecoderLayer
+from nanoinfer.models.few_calls_layer import few_calls_layer
 from nanoinfer.models.few_rows_layer import few_rows_kernels_serve, few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Layer, Way
@@ -31,6 +32,8 @@ def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
         return sliced_prefill(decoder, step)
     if _step_has_few_rows(decoder, num_tokens):
         return decoder(step, _few_rows_where_possible)
+    if decoder.tp.size == 1 and decoder.embed_tokens.weight.is_cpu:
+        return decoder(step, _few_calls_where_possible)
     return decoder(step)
 
 
@@ -41,6 +44,13 @@ def _step_has_few_rows(decoder: Decoder, num_rows: int) -> bool:
 def _few_rows_where_possible(layer: Layer, stream: ResidualStream, step: ForwardStep) -> None:
     if stream.added is None and _has_few_rows_way(layer):
         stream.residual = few_rows_layer(layer, stream.residual, step)
+    else:
+        layer(stream, step)
+
+
+def _few_calls_where_possible(layer: Layer, stream: ResidualStream, step: ForwardStep) -> None:
+    if stream.added is None and Way.FEW_CALLS in layer.ways:
+        stream.residual = few_calls_layer(cast(DecoderLayer, layer), stream.residual, step)
     else:
         layer(stream, step)
 

@@ -19,6 +19,7 @@ from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import SUPPORTED, get_model_class
 from nanoinfer.models.interface import Model
 from nanoinfer.models.native_config import read_native_folder
+from nanoinfer.quantization.cpu_products import pack_products
 from nanoinfer.quantization.method_selection import log_widening
 
 logger = logging.getLogger("nanoinfer")
@@ -85,11 +86,13 @@ def load(
         from nanoinfer.models.transformers.transformers_model import TransformersModel
 
         return TransformersModel.load(config, folder, max_positions, backends, random_seed, options.compile)
-    log_widening(config.quantization, backends.device)
+    log_widening(config.quantization, backends.device, backends.dtype)
     with torch.device(backends.device), default_dtype(backends.dtype):
         model = get_model_class(config.architecture)(config, max_positions, backends, tp)
     if random_seed is None:
         load_model(model, folder)
     else:
         fill_with_random_weights(model, config.initializer_range, random_seed)
+    if backends.device.type == "cpu":
+        pack_products(model, model.lm_head)
     return model.eval()

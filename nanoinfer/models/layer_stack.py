@@ -1,7 +1,8 @@
 """A model as a stack of layers, each in parts: norm and QKV product, attention, output product and norm, MLP.
 
 Eager steps, CUDA graphs (`prefill_graphs.py`) and slices (`sliced_prefill.py`) run the same parts in other orders. Only
-`few_rows_layer.py` computes layers in another way, with kernels that fuse across the borders of parts.
+`few_rows_layer.py` computes layers in another way, with kernels that fuse across the borders of parts, and so does
+`few_calls_layer.py`, which leaves out what a CPU does not need.
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ class Way(Enum):
     """Names the ways of a step through a layer, other than eagerly; `execution.py` chooses."""
 
     FEW_ROWS = auto()  # `few_rows_layer.py`
+    FEW_CALLS = auto()  # `few_calls_layer.py`
     GRAPHS = auto()  # `prefill_graphs.py`
     SLICES = auto()  # `sliced_prefill.py`
 

@@ -167,8 +167,8 @@ class PoolingCalls:
             others = [pairs[index] for index in indices] if is_pair else None
             if self._config.lower_cases:
                 given, others = [text.lower() for text in given], others and [text.lower() for text in others]
-            found = self._prompt_processor.require_tokenizer().encode_whole(given, others, max_tokens)
-            for index, token_ids, second_text in zip(indices, *found, strict=True):
+            encoded = self._prompt_processor.require_tokenizer().encode_whole(given, others, max_tokens)
+            for index, token_ids, second_text in zip(indices, *encoded, strict=True):
                 ids[index], second_texts[index] = token_ids, second_text
         return ids, second_texts
 

@@ -87,9 +87,9 @@ class HiddenStatesOptions:
     def _with_states(self, make_output: Callable[..., Any] | None, output: Any, states: HiddenStatesRequest) -> Any:
         """Return the output of a request, with the states of each layer in one tensor, on the host."""
         parts = {given: states.parts(counted) for given, counted in self.layers.items()}
-        whole = {given: torch.cat(found) for given, found in parts.items() if found}  # none of what was aborted
+        whole = {given: torch.cat(states) for given, states in parts.items() if states}  # none of what was aborted
         made = replace(make_output(output, states) if make_output else output, hidden_states=whole)
-        states.found.clear()  # which the request would keep until its call returns
+        states.received.clear()  # which the request would keep until its call returns
         return made
 
 
@@ -156,8 +156,8 @@ def free_host_bytes() -> int | None:
     On Linux, what sysconf calls available leaves file caches out, and these fill most of the memory of many hosts.
     """
     with suppress(OSError):
-        if found := re.search(r"^MemAvailable: *(\d+) kB$", MEMINFO.read_text(), re.MULTILINE):
-            return 1024 * int(found[1])
+        if match := re.search(r"^MemAvailable: *(\d+) kB$", MEMINFO.read_text(), re.MULTILINE):
+            return 1024 * int(match[1])
     with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None

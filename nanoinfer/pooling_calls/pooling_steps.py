@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.engine.engine import Action, Recipient
-from nanoinfer.engine.hidden_states_request import FoundStates, PooledVectors
 from nanoinfer.engine.interfaces import SampledStep
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
 from nanoinfer.engine.row_options import OPTION_NAMES
+from nanoinfer.engine.side_outputs import HiddenStates, PooledVectors
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.text.prompts import PreparedRequest
@@ -142,12 +142,12 @@ class PoolingSteps:
             raise
         self._in_flight.popleft()
         engine.count_step(step.started, time.perf_counter(), step.num_tokens, 0)
-        reserved, [found] = engine.reserved_ids, step.handle.found
-        if isinstance(found, PooledVectors):
-            values: Any = found.values.numpy()
+        reserved, [pooled] = engine.reserved_ids, step.handle.side_outputs
+        if isinstance(pooled, PooledVectors):
+            values: Any = pooled.values.numpy()
         else:
-            assert isinstance(found, FoundStates), "each token of a text was pooled"
-            values = [part.values.numpy() for part in found.parts]
+            assert isinstance(pooled, HiddenStates), "each token of a text was pooled"
+            values = [part.values.numpy() for part in pooled.parts]
         check_finite((text.request_id for text in step.texts), values)
         for place, text in enumerate(step.texts):
             if Action.ABORT in reserved.take(text.request_id):

@@ -34,6 +34,7 @@ from nanoinfer.quantization.fp8_linear import (
     read_fp8,
     read_modelopt,
 )
+from nanoinfer.quantization.int4.cpu_int4 import CpuInt4LinearMethod
 from nanoinfer.quantization.int4.formats import (
     Int4Config,
     read_auto_round,
@@ -43,6 +44,7 @@ from nanoinfer.quantization.int4.formats import (
 )
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 from nanoinfer.quantization.int4.mxfp4 import Mxfp4Config, Mxfp4Method, read_mxfp4_config
+from nanoinfer.quantization.int8_linear import Int8Config, Int8LinearMethod
 from nanoinfer.quantization.linear_method import LinearMethod
 
 logger = logging.getLogger("nanoinfer")
@@ -53,16 +55,26 @@ def _fp8_method(config: Fp8Config, layer: Any) -> LinearMethod:
     return Fp8LinearMethod(config, layer) if multiplies else Fp8WeightOnlyMethod(config, layer)
 
 
+def _int4_method(config: Int4Config, layer: Any) -> LinearMethod:
+    is_for_cpu = layer.weight.device.type == "cpu" and layer.weight.dim() == 2 and not config.orders_inputs
+    return CpuInt4LinearMethod(config, layer) if is_for_cpu else Int4LinearMethod(config, layer)
+
+
 # By the class of a config: what makes the method of a layer.
 METHODS: Mapping[type[QuantizationConfig], Callable[[Any, Any], LinearMethod]] = {
     Fp8Config: _fp8_method,
-    Int4Config: Int4LinearMethod,
+    Int4Config: _int4_method,
+    Int8Config: lambda _, layer: Int8LinearMethod(layer),
     Mxfp4Config: lambda _, layer: Mxfp4Method(layer),
 }
 
 
 # How weights of 16 bits are rounded when they are loaded, by the option quantization.
-ROUNDED_AT_LOAD: Mapping[str, QuantizationConfig] = {"fp8": Fp8Config(), "int4": Int4Config()}
+ROUNDED_AT_LOAD: Mapping[str, QuantizationConfig] = {
+    "fp8": Fp8Config(),
+    "int8": Int8Config(),
+    "int4": Int4Config(),
+}
 
 
 def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
@@ -156,7 +168,14 @@ def quantize_layer(layer: nn.Module, name: str, config: QuantizationConfig | Non
             module.quant_method = METHODS[type(config)](config, module)
 
 
-def log_widening(config: QuantizationConfig | None, device: torch.device) -> None:
-    """Log that FP8 is slow on a device without products in FP8."""
+def log_widening(config: QuantizationConfig | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Log what makes weights in fewer bits slow: a device without products in FP8, or float32 on a CPU."""
     if isinstance(config, Fp8Config) and not has_fp8_products(device):
         logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
+    if isinstance(config, Int4Config | Int8Config) and device.type == "cpu" and dtype == torch.float32:
+        bits = 4 if isinstance(config, Int4Config) else 8
+        logger.info(
+            "In float32 weights in %d bits are widened for each product; few sequences are faster with "
+            "dtype='bfloat16'",
+            bits,
+        )

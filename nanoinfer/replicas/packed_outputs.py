@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.request_logprobs import PromptLogprobs
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs
 from nanoinfer.outputs import (
     CompletionOutput,
@@ -61,8 +61,8 @@ def pack_outputs(outputs: Sequence[RequestOutput]) -> Outputs:
     samples = [sample for output in outputs for sample in output.outputs]
     others = {}
     for line, sample in enumerate(samples):
-        if found := {name: value for name in OTHERS if (value := getattr(sample, name)) is not None}:
-            others[line] = found
+        if given := {name: value for name in OTHERS if (value := getattr(sample, name)) is not None}:
+            others[line] = given
     metrics = [output.metrics for output in outputs]
     times = [(one.queue_time, one.time_to_first_token, one.time_per_token) for one in metrics]
     return Outputs(
@@ -112,7 +112,7 @@ def unpack_outputs(
             prompt_logprobs=unpack_prompt_logprobs(message.prompt_logprobs.get(line), prepared, tokenizer),
         )
         if line in message.hidden_states:
-            states = replace(prepared.hidden_states_request, found=unpack_states(message.hidden_states[line]))
+            states = replace(prepared.hidden_states_request, received=unpack_states(message.hidden_states[line]))
             output = states.to_output(output)
         yield request, output
 
@@ -157,14 +157,14 @@ def unpack_logprobs(packed: PackedDicts | FlatLogprobs | None) -> Any:
         return packed
     flat = packed.positions
     ranks = [None if rank == NO_RANK else rank for rank in flat.ranks]
-    found = map(Logprob, flat.logprobs, ranks, flat.decoded_tokens)
-    entries = [*zip(flat.token_ids, found, strict=True)]
+    logprobs = map(Logprob, flat.logprobs, ranks, flat.decoded_tokens)
+    entries = [*zip(flat.token_ids, logprobs, strict=True)]
     return [dict(entries[start:end]) or None for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
 
 
-def pack_prompt_logprobs(found: Any) -> Any:
+def pack_prompt_logprobs(logprobs: Any) -> Any:
     """Return a prompt's log-probabilities for a message: arrays, or FlatLogprobs with their texts."""
-    return (found.ranks, found.token_ids, found.logprobs) if isinstance(found, PromptLogprobs) else found
+    return (logprobs.ranks, logprobs.token_ids, logprobs.logprobs) if isinstance(logprobs, PromptLogprobs) else logprobs
 
 
 def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> Any:
@@ -173,9 +173,9 @@ def unpack_prompt_logprobs(packed: Any, prepared: PreparedRequest, tokenizer: To
         return packed
     ranks, token_ids, logprobs = packed
     new_texts = prompt_texts(tokenizer, prepared.sampling_params, prepared.prompt, prepared.token_ids)
-    found = PromptLogprobs(len(ranks), token_ids.shape[1] - 1, new_texts)
-    found.fill(0, ranks, token_ids, logprobs)
-    return found
+    made = PromptLogprobs(len(ranks), token_ids.shape[1] - 1, new_texts)
+    made.fill(0, ranks, token_ids, logprobs)
+    return made
 
 
 def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOutput:
@@ -183,12 +183,12 @@ def keep_states(output: RequestOutput, states: HiddenStatesRequest) -> RequestOu
 
     It is the `make_output` of requests in a replica. The parts are not joined, which would copy them.
     """
-    found: Any = {layer: [*map(_pack_values, states.parts(layer))] for layer in states.found}
-    return replace(output, hidden_states=found)
+    packed: Any = {layer: [*map(_pack_values, states.parts(layer))] for layer in states.received}
+    return replace(output, hidden_states=packed)
 
 
 def unpack_states(packed: PackedStates) -> dict[int | None, dict[int, Tensor]]:
-    """Return the states of a message as `HiddenStatesRequest.found`; the parts are numbered."""
+    """Return the states of a message as `HiddenStatesRequest.received`; the parts are numbered."""
     return {
         layer: {index: torch.from_numpy(values).view(dtype) for index, (dtype, values) in enumerate(parts)}
         for layer, parts in packed.items()

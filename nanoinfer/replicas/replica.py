@@ -27,7 +27,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
-from nanoinfer.loading import FoundModel, LoadedEngine, load_engine
+from nanoinfer.loading import LoadedEngine, ModelFiles, load_engine
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.replicas.packed_outputs import keep_states, pack_chunks, pack_outputs
 from nanoinfer.replicas.replica_messages import (
@@ -57,7 +57,7 @@ def run_replica(
     connection: Connection,
     ring: Ring,
     index: int,
-    found: FoundModel,
+    files: ModelFiles,
     num_threads: int,
     log_level: int,
 ) -> None:
@@ -76,7 +76,7 @@ def run_replica(
     try:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
-            loaded = load_engine(found)
+            loaded = load_engine(files)
     except NanoinferError as error:  # what a user can mend is raised in the parent
         error.__cause__ = error.__context__ = None
         sender.send(Reply(error, None))

@@ -32,10 +32,23 @@ REASONS = ("stop", "length", "abort", "error", None)  # finish_reason by number;
 # -------- To a replica ------------------------------------------------------------------------------------------------
 
 
+class RequestNumbers(NamedTuple):
+    """The numbers of a request in a message."""
+
+    request_id: int
+    priority: int
+    num_tokens: int  # of its prompt after the prefix
+    prompt_logprobs_start: int
+    num_samples: int
+    is_text: bool
+    is_streamed: bool
+    prefix: int  # which of `Requests.prefixes` its prompt begins with
+
+
 class Requests(NamedTuple):
     """Requests to be queued."""
 
-    columns: NDArray[np.int64]  # (num_requests, 8): see `pack_requests`
+    columns: NDArray[np.int64]  # (num_requests, 8): RequestNumbers
     prefixes: list[bytes]  # token ids as int32 that several prompts begin with, sent once
     token_ids: NDArray[np.int32]  # of all prompts after their prefix, one after the other
     params: list[bytes]  # each pickled by itself: a replica may not be able to read functions, and classes of users
@@ -137,7 +150,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) ->
     distinct, which_params = distinct_params([request.prepared.sampling_params for request in queued])
     prompts = [request.prompt for request in queued]
     prefixes, which_prefix = common_prefixes(prompts)
-    lines = [
+    lines = [  # of RequestNumbers
         (
             request.request_id,
             request.priority,
@@ -239,19 +252,20 @@ def unpack_requests(message: Requests, make_output: Callable[..., Any]) -> list[
     token_ids = message.token_ids.tolist()
     packed = message.token_ids.tobytes()
     prefixes = [(np.frombuffer(prefix, np.int32).tolist(), prefix) for prefix in message.prefixes]
-    for line, (numbers, index) in enumerate(zip(message.columns.tolist(), message.which_params.tolist(), strict=True)):
-        request_id, priority, length, logprobs_start, n, is_text, is_streamed, which_prefix = numbers
-        start, end = end, end + length
-        prefix, packed_prefix = prefixes[which_prefix]
+    indices = message.which_params.tolist()
+    for line, numbers in enumerate(map(RequestNumbers._make, message.columns.tolist())):
+        index, start, end = indices[line], end, end + numbers.num_tokens
+        prefix, packed_prefix = prefixes[numbers.prefix]
         prepared = PreparedRequest(
-            prompt="" if is_text else None,  # the text itself is not needed here
+            prompt="" if numbers.is_text else None,  # the text itself is not needed here
             token_ids=prefix + token_ids[start:end],
-            sampling_params=SamplingParams(n=n) if index in errors else params[index],
+            sampling_params=SamplingParams(n=numbers.num_samples) if index in errors else params[index],
             packed_ids=packed_prefix + packed[4 * start : 4 * end],
-            priority=priority,
-            prompt_logprobs_start=logprobs_start,
+            priority=numbers.priority,
+            prompt_logprobs_start=numbers.prompt_logprobs_start,
             hidden_states_request=message.hidden_states_requests.get(line),
             error=errors.get(index),
         )
-        received.append(ReceivedRequest(request_id, prepared, bool(is_streamed), message.are_aborted))
+        is_streamed = bool(numbers.is_streamed)
+        received.append(ReceivedRequest(numbers.request_id, prepared, is_streamed, message.are_aborted))
     return received

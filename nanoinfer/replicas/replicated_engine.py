@@ -18,8 +18,17 @@ from typing import Any
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import Action, Engine, Recipient
 from nanoinfer.engine.interrupts import postponed_interrupt
+from nanoinfer.engine.proposer import Proposer
 from nanoinfer.engine.request_queue import TURN_SECONDS
-from nanoinfer.errors import EngineStateError, NanoinferError, RequestError, WorkerError, closed_by, closed_error
+from nanoinfer.errors import (
+    ConfigError,
+    EngineStateError,
+    NanoinferError,
+    RequestError,
+    WorkerError,
+    closed_by,
+    closed_error,
+)
 from nanoinfer.executor.processes import Failure
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.metrics import EngineMetrics, StepEvent
@@ -121,6 +130,19 @@ class ReplicatedEngine(Engine):
     def metrics(self) -> ReplicaMetrics:
         return sum_metrics([replica.metrics for replica in self.replicas])
 
+    @property
+    def proposer(self) -> Proposer | None:
+        """None: a proposer needs the sequences, which are in the processes of the replicas."""
+        return None
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer | None) -> None:
+        if proposer is not None:
+            raise ConfigError(
+                f"data_parallel_size={self.config.data_parallel_size} runs steps in other processes, where "
+                f"{type(proposer).__name__} sees no sequence; use data_parallel_size=1 with a proposer"
+            )
+
     def reset_prefix_cache(self) -> None:
         with self.whole_messages():
             self.call("reset_prefix_cache")
@@ -213,8 +235,8 @@ class ReplicatedEngine(Engine):
     def _feed(self) -> None:
         """Send requests to the replicas that run short."""
         taken: dict[int, list[QueuedRequest]] = {}
-        while found := self.dispatcher.take():
-            replica, request = found
+        while placed := self.dispatcher.take():
+            replica, request = placed
             taken.setdefault(replica, []).append(request)
         for index, requests in taken.items():
             self._send_requests(index, requests)

@@ -21,7 +21,7 @@ from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, WorkerError
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring
-from nanoinfer.loading import FoundModel, LoadedEngine
+from nanoinfer.loading import LoadedEngine, ModelFiles
 from nanoinfer.replicas.control import ReplicaControl
 from nanoinfer.replicas.handles import ReplicaHandle, end_replicas
 from nanoinfer.replicas.replica import run_replica
@@ -70,9 +70,9 @@ def choose_devices(config: EngineConfig) -> list[str]:
     return [str(device) for device in select_devices(requested, size * ranks, option)[::ranks]]
 
 
-def load_replicas(found: FoundModel) -> LoadedEngine:
+def load_replicas(files: ModelFiles) -> LoadedEngine:
     """Start the replicas, which load the model side by side. Raises what `LLM` raises."""
-    config, model_config = found.config, found.model_config
+    config, model_config = files.config, files.model_config
     size, started = config.data_parallel_size, time.perf_counter()
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
     model_config.longest_sequence(config.max_model_len)  # raises before there are processes
@@ -82,13 +82,13 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
     replicas: list[ReplicaHandle] = []
     try:
         for index, device in enumerate(devices):
-            own = replace(found, config=replace(config, device=device, data_parallel_size=1, trace=None))
+            own = replace(files, config=replace(config, device=device, data_parallel_size=1, trace=None))
             ours, theirs = multiprocessing.Pipe()
             args = theirs, ring, index, own, num_threads, logger.getEffectiveLevel()
             with theirs:
                 workers = Workers(2, run_replica, args, f"data_parallel_size={size}", f"replica {index}")
             replicas.append(ReplicaHandle(index, workers, ours))
-        tokenizer = found.load_tokenizer()
+        tokenizer = files.load_tokenizer()
         ready = wait_until_ready(replicas)
         for text in ready[0].warnings:
             warnings.warn(text, stacklevel=3)
@@ -98,8 +98,8 @@ def load_replicas(found: FoundModel) -> LoadedEngine:
     max_model_len = min(one.max_model_len for one in ready)
     engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type, tokenizer)
     engine.call("limit", max_model_len)
-    prompt_processor = found.make_prompt_processor(tokenizer, max_model_len)
-    constraints = found.make_constraints(CheckedConstraints, tokenizer, prompt_processor)
+    prompt_processor = files.make_prompt_processor(tokenizer, max_model_len)
+    constraints = files.make_constraints(CheckedConstraints, tokenizer, prompt_processor)
     queue = RequestQueue(engine)
     first = ready[0].info
     longest = max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values()))

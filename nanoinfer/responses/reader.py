@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoinfer.outputs import CompletionOutput, RequestOutput, StreamChunk, make_later
 from nanoinfer.responses.families import Family
@@ -14,6 +14,7 @@ from nanoinfer.text.arguments import OnFinish, Params, as_list
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer
 
+AnyParams = TypeVar("AnyParams", bound=Params)
 Schemas = Callable[[], Mapping[str, Mapping[str, Any]]]  # of the tools of a chat, made when they are needed
 
 
@@ -33,20 +34,24 @@ class ResponseReader:
         tokenizer = self._processor.tokenizer
         return find_template(self._given, tokenizer.hf if tokenizer else None)
 
-    def with_tool_choice(self, params: Params, tools: Sequence[Any] | None, tool_choice: Any) -> Params:
-        """Return the sampling parameters of a chat whose answers call tools as `tool_choice` says, or as they are."""
+    def with_tool_choice(self, params: AnyParams, tools: Sequence[Any] | None, tool_choice: Any) -> AnyParams:
+        """Return the sampling parameters of a chat whose answers call tools as `tool_choice` says, or as they are.
+
+        They come as they are given: for all prompts, or one for each.
+        """
         if (schemas := chosen(tool_choice, tools)) is None:
             return params
         chat = getattr(self._processor.require_tokenizer().hf, "chat_template", None)
-        is_one = params is None or isinstance(params, SamplingParams)
-        given: Any = [params or SamplingParams()] if is_one else as_list(params)
+        is_for_all = params is None or isinstance(params, SamplingParams)
+        given: Any = [params or SamplingParams()] if is_for_all else as_list(params)
         if not isinstance(given, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in given):
             return params  # which is refused with all else that is wrong
-        one_call = tool_choice != "required"
         by_id = {id(one): one for one in given}
-        limited = {key: constrain(one, schemas, one_call, self.template, chat) for key, one in by_id.items()}
-        found = [limited[id(one)] for one in given]
-        return found[0] if is_one else found
+        limited = {
+            key: constrain(one, schemas, tool_choice != "required", self.template, chat) for key, one in by_id.items()
+        }
+        found: Any = [limited[id(one)] for one in given]
+        return found[0] if is_for_all else found
 
     def reading(self, tools: Sequence[Any] | None, on_finish: OnFinish | None = None) -> OnFinish:
         """Return what is to be called with each output of a chat: it can then make its messages.

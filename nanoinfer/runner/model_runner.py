@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.found import Found
 from nanoinfer.engine.packet import DeviceSections, Header, HostSections, Packet, column, read_header
+from nanoinfer.engine.side_outputs import SideOutput
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
@@ -32,7 +32,7 @@ class LaunchedStep(NamedTuple):
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
-    found: list[Found]  # in prompts
+    side_outputs: list[SideOutput]  # of prompts
     proposals: Proposals | None = None  # what follows the newest tokens; it was computed too
 
 
@@ -40,7 +40,7 @@ class StepHandle(NamedTuple):
     """Holds a sampled step: its results on their way to host memory, and the event that says they have come."""
 
     token_ids: Tensor  # (num_sampled,) int32, or with proposals (num_sampled, num_tokens)
-    found: list[Found]  # what requests want beside tokens
+    side_outputs: list[SideOutput]
     errors: dict[int, str]  # by batch_idx: why a logits processor failed; that sample gets no token
     event: torch.cuda.Event | None  # None on a CPU, where a sampled step is done
 
@@ -83,14 +83,14 @@ class ModelRunner:
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
         forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
-        hidden, found = self.state.pooler.run(forward, step, chunks)
+        hidden, side_outputs = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
         if self.state.sampler.prompt_logprobs.by_row:
-            found = found + self.state.sampler.prompt_logprobs.read(self.model, hidden, chunks)
+            side_outputs = side_outputs + self.state.sampler.prompt_logprobs.read(self.model, hidden, chunks)
         return LaunchedStep(
             rows=column(on_device, "chunks", "row")[:num_samples].long(),
             host_rows=[row for row, _, _ in chunks[:num_samples]],
-            found=found,
+            side_outputs=side_outputs,
         )
 
     def _launch_decode(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
@@ -125,7 +125,7 @@ class ModelRunner:
                 sampled = Sampled(torch.empty(0, dtype=torch.int32), [], {})
             return StepHandle(
                 token_ids=sampled.token_ids.to("cpu", non_blocking=True),  # into pinned memory
-                found=[*launched.found, *sampled.logprobs],
+                side_outputs=[*launched.side_outputs, *sampled.logprobs],
                 errors=sampled.errors,
                 event=record_event(self.device),
             )

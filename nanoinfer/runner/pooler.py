@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.pooling_config import DenseConfig, PoolingConfig
 from nanoinfer.device import numbers_to_device
-from nanoinfer.engine.found import Found
-from nanoinfer.engine.hidden_states_request import ChunkStates, FoundStates, PooledVectors, WantedStates
+from nanoinfer.engine.hidden_states_request import ChunkStates, WantedStates
 from nanoinfer.engine.row_options import AdmittedRow
+from nanoinfer.engine.side_outputs import HiddenStates, PooledVectors, SideOutput
 from nanoinfer.errors import ModelError
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.interface import Model
@@ -80,12 +80,11 @@ class Pooler(RowState):
 
     def remember(self, row: AdmittedRow) -> None:
         pools, layers_from, keeps, second_text, *layers = map(int, row.options["hidden_states_request"])
-        wanted = WantedStates(row.num_prompt_tokens, pools, layers_from, keeps, second_text, layers)
-        self.by_row[row.row] = wanted
+        self.by_row[row.row] = WantedStates(row.num_prompt_tokens, pools, layers_from, keeps, second_text, layers)
 
     def run(
         self, forward: Callable[[ForwardStep], Tensor], step: ForwardStep, chunks: Chunks
-    ) -> tuple[Tensor, list[Found]]:
+    ) -> tuple[Tensor, list[SideOutput]]:
         """Run a prefill step; return its hidden states (num_tokens, hidden_size), and what its chunks want of them.
 
         forward: the fastest way to run the model; it is not used where hidden states of single layers are wanted.
@@ -98,7 +97,7 @@ class Pooler(RowState):
             hidden = forward(step)
             return hidden, self._pool(hidden, chunks)
         hidden, states = self._model.forward_with_hidden_states(step, layers)
-        return hidden, [FoundStates(self._states(states, chunks)), *self._pool(hidden, chunks)]
+        return hidden, [HiddenStates(self._states(states, chunks)), *self._pool(hidden, chunks)]
 
     def _with_token_types(self, step: ForwardStep, chunks: Chunks) -> ForwardStep:
         """Return the step with the kinds of its segments, where an encoder has any and a prompt is a pair."""
@@ -114,7 +113,7 @@ class Pooler(RowState):
 
     def _states(self, states: dict[int, Tensor], chunks: Chunks) -> list[ChunkStates]:
         """Return the hidden states that are wanted as they are, most on their way to the host. states: by layer."""
-        found, offset = [], 0
+        parts, offset = [], 0
         for index, (row, start, length) in enumerate(chunks):
             wanted = self.by_row.get(row)
             if wanted is not None:
@@ -123,25 +122,25 @@ class Pooler(RowState):
                     part = states[layer][offset + first - start : offset + end - start]
                     if not wanted.keeps_on_device:
                         part = part.to("cpu", non_blocking=True)
-                    found.append(ChunkStates(index, layer, first, part))
+                    parts.append(ChunkStates(index, layer, first, part))
             offset += length
-        return found
+        return parts
 
     # -------- Pooling: a method for each value of PoolingConfig.method ------------------------------------------------
 
-    def _pool(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
+    def _pool(self, hidden: Tensor, chunks: Chunks) -> list[SideOutput]:
         by_method = {"last": self._last_tokens, "cls": self._first_tokens, "mean": self._means, "all": self._each_token}
         return by_method[self._config.method](hidden, chunks)
 
-    def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
+    def _last_tokens(self, hidden: Tensor, chunks: Chunks) -> list[SideOutput]:
         tokens = [(index, offset + length - 1) for index, offset, _, length, ends in self._pooled(chunks) if ends]
         return self._vectors_at(tokens, hidden)
 
-    def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
+    def _first_tokens(self, hidden: Tensor, chunks: Chunks) -> list[SideOutput]:
         tokens = [(index, offset) for index, offset, start, _, _ in self._pooled(chunks) if start == 0]
         return self._vectors_at(tokens, hidden)
 
-    def _means(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
+    def _means(self, hidden: Tensor, chunks: Chunks) -> list[SideOutput]:
         pooled = self._pooled(chunks)
         if not pooled:
             return []
@@ -160,12 +159,12 @@ class Pooler(RowState):
                 self._sums[row] = total
         return self._vectors(torch.stack(means), ended) if ended else []
 
-    def _each_token(self, hidden: Tensor, chunks: Chunks) -> list[Found]:
+    def _each_token(self, hidden: Tensor, chunks: Chunks) -> list[SideOutput]:
         parts = [
             ChunkStates(index, None, start, self._to_host(hidden[offset : offset + length]))
             for index, offset, start, length, _ in self._pooled(chunks)
         ]
-        return [FoundStates(parts)] if parts else []
+        return [HiddenStates(parts)] if parts else []
 
     def _pooled(self, chunks: Chunks) -> PooledChunks:
         pooled, offset = [], 0
@@ -176,14 +175,14 @@ class Pooler(RowState):
             offset += length
         return pooled
 
-    def _vectors_at(self, tokens: list[tuple[int, int]], hidden: Tensor) -> list[Found]:
+    def _vectors_at(self, tokens: list[tuple[int, int]], hidden: Tensor) -> list[SideOutput]:
         """Return what is made of the hidden states of some tokens. tokens: (index of a chunk, place in the step)."""
         if not tokens:
             return []
         indices, places = map(list, zip(*tokens, strict=True))
         return self._vectors(hidden[numbers_to_device(places, hidden.device)], indices)
 
-    def _vectors(self, vectors: Tensor, indices: list[int]) -> list[Found]:
+    def _vectors(self, vectors: Tensor, indices: list[int]) -> list[SideOutput]:
         return [PooledVectors(indices, self._to_host(vectors))]
 
     def _to_host(self, vectors: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
-from nanoinfer.device import num_step_threads, select_device, select_dtype
+from nanoinfer.device import select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import RecurrentStateSpec, num_snapshots
 from nanoinfer.engine.interfaces import RunnerLimits
@@ -38,6 +38,7 @@ from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
 from nanoinfer.runner.pooler import DenseLayer, Pooler, load_dense
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.step_threads import num_step_threads
 
 # Kept for graphs of steps that share prefixes; to measure them would compile kernels that many users never need.
 SHARING_BYTES = 64 * 2**20  # 512 rows of Qwen3-8B take about 22 MiB
@@ -69,7 +70,7 @@ class Setup:
     def of(cls, config: EngineConfig, model_config: BaseModelConfig, tp: TensorParallel) -> "Setup":
         """Resolve the options. Raises ConfigError for one that the device cannot have."""
         device = select_device(config.device)
-        dtype = select_dtype(config.dtype, model_config.dtype, device)
+        dtype = select_dtype(config.dtype, model_config.dtype, model_config.num_layer_weights, device)
         kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
@@ -128,7 +129,7 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, groups = self.config.max_num_seqs, self.cache_groups.specs
+        max_num_seqs, cache_specs = self.config.max_num_seqs, self.cache_groups.specs
         if self.state_layout is not None:
             num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
             if self.device.type == "cuda":
@@ -137,12 +138,12 @@ class Setup:
                 max_num_seqs = self.state_layout.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
                 num_kept = self.state_layout.num_snapshots(max_num_seqs, free_bytes)
-            groups += (RecurrentStateSpec(num_kept),)
+            cache_specs += (RecurrentStateSpec(num_kept),)
         return RunnerLimits(
             max_model_len=self.longest_sequence,
             num_blocks=1,
             max_num_seqs=max_num_seqs,
-            groups=groups,
+            cache_specs=cache_specs,
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
@@ -247,7 +248,7 @@ class Setup:
         )
         states = None
         if self.state_layout is not None:
-            states = self.state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.groups), self.device)
+            states = self.state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.cache_specs), self.device)
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         sampler = Sampler(
             tables.token_ids,

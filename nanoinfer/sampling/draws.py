@@ -5,6 +5,7 @@ from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.ops.gumbel_max.spec import (
+    LineTables,
     best_candidates,
     enter_counted,
     enter_tokens,
@@ -51,10 +52,23 @@ class Draws:
         return sample_at(logits, lowest, *lines.tables)
 
     def from_shards(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
-        """Draw together with the other ranks: each has the logits of its vocabulary shard, from `first_id` on."""
+        """Draw together with the other ranks: each has the logits of its vocabulary shard, from `first_id` on.
+
+        Each rank draws its best candidate, and the ranks exchange these: all find the same winner. It does not depend
+        on the number of ranks, except for rounding.
+        """
+        temperatures, seeds, token_ids, context_lens = self._tables
+        tables = lines.tables
+        if tables is None:
+            tables = LineTables(lines.rows, temperatures, seeds, context_lens)
+        scores, ids = best_candidates(logits, first_id, *tables)
+        gathered = self._tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_lines)
+        best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
+        ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
+        ids = torch.where((tables.rows >= 0) & best.isfinite(), ids, -1)
         if lines.tables is None:
-            return sample_and_append_across_ranks(logits, first_id, self._tp, lines.rows, *self._tables)
-        return sample_across_ranks(logits, first_id, self._tp, *lines.tables)
+            enter_tokens(ids, lines.rows, token_ids, context_lens)
+        return ids
 
     def enter(self, token_ids: Tensor, rows: Tensor, proposals: Proposals | None) -> Tensor:
         """Enter the drawn tokens that count, and return all; without proposals the draw has entered them."""
@@ -62,40 +76,3 @@ class Draws:
             return token_ids
         drawn, tables = token_ids.view(len(rows), -1), (*self._tables[2:], self.num_counted)
         return enter_counted(drawn, proposals.token_ids, proposals.num_row_tokens, rows, *tables)
-
-
-def sample_and_append_across_ranks(
-    logits: Tensor,
-    first_id: int,
-    tp: TensorParallel,
-    rows: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    token_ids: Tensor,
-    context_lens: Tensor,
-) -> Tensor:
-    """Do what `sample_and_append` does where each rank has the logits of its vocabulary shard, from `first_id` on."""
-    ids = sample_across_ranks(logits, first_id, tp, rows, temperatures, seeds, context_lens)
-    enter_tokens(ids, rows, token_ids, context_lens)
-    return ids
-
-
-def sample_across_ranks(
-    logits: Tensor,
-    first_id: int,
-    tp: TensorParallel,
-    rows: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """Do what `sample_at` does where each rank has the logits of its vocabulary shard, from `first_id` on.
-
-    Each rank draws its best candidate, and the ranks exchange these: all find the same winner. It does not depend on
-    the number of ranks, except for rounding.
-    """
-    scores, ids = best_candidates(logits, first_id, rows, temperatures, seeds, positions)
-    gathered = tp.all_gather(torch.stack((scores.view(torch.int32), ids)))  # (num_ranks, 2, num_rows)
-    best, winner = gathered[:, 0].view(torch.float32).max(0)  # ties go to the lower rank, so to lower ids
-    ids = gathered[:, 1].gather(0, winner.unsqueeze(0)).squeeze(0)
-    return torch.where((rows >= 0) & best.isfinite(), ids, -1)

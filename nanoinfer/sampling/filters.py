@@ -23,11 +23,11 @@ class Filters(RowState):
         # What `thresholds` reads; all zeros filter nothing.
         self._limits = torch.zeros(len(temperatures), 1 + len(FILTERS), dtype=torch.float32, device=temperatures.device)
 
-    def admit(self, rows: Sequence[AdmittedRow]) -> None:
-        super().admit(rows)
-        if asking := [row for row in rows if row.row in self.by_row]:
+    def admit(self, rows: Sequence[AdmittedRow]) -> list[AdmittedRow]:
+        if asking := super().admit(rows):
             which, values = values_to_device(asking, self.reads, self._limits.device)
             self._limits[which] = torch.cat((self._temperatures[which, None], values), dim=1)
+        return asking
 
     def release(self, rows: Collection[int]) -> None:
         if gone := self.by_row.keys() & rows:

@@ -22,8 +22,8 @@ class LogitBias(RowProcessor):
         self.by_row[row.row] = token_ids[is_known].astype(np.int64), biases[is_known].astype(np.float32)
 
     def apply(self, logits: Tensor, lines: Lines, places: list[int]) -> Tensor:
-        found = [self.by_row[lines.host_rows[place]] for place in places]
-        indices = [place * self._vocab_size + ids for place, (ids, _) in zip(places, found, strict=True)]
-        biases = [its_biases for _, its_biases in found]
+        pairs = [self.by_row[lines.host_rows[place]] for place in places]
+        indices = [place * self._vocab_size + ids for place, (ids, _) in zip(places, pairs, strict=True)]
+        biases = [its_biases for _, its_biases in pairs]
         on_device = [to_device(torch.from_numpy(np.concatenate(one)), logits.device) for one in (indices, biases)]
         return logits.float().flatten().index_add(0, *on_device).view_as(logits)

@@ -1,13 +1,19 @@
-"""Log-probabilities of tokens, read off the logits."""
+"""Log-probabilities of drawn tokens and of prompts' tokens, read off the logits for the rows that want them."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.row_options import AdmittedRow
+from nanoinfer.engine.side_outputs import PromptSpan, SampleLogprobs, SideOutput, SpanLogprobs
+from nanoinfer.models.interface import Model
 from nanoinfer.ops.logits.spec import logit_statistics
+from nanoinfer.sampling.logits_processors import NUM_COPIES, ROWS_AT_ONCE, Lines
+from nanoinfer.sampling.row_state import RowState
 
 MAX_SCANNED = 20  # the kernel reads all logits once for each of the likeliest; to find more than so many, sorting wins
 
@@ -34,6 +40,137 @@ class LogprobsTensors(NamedTuple):
     def to_positions(self) -> list[PositionLogprobs]:
         """Return what is known of each position; on a host copy that is complete."""
         return list(map(PositionLogprobs, *(part.tolist() for part in self)))
+
+
+class SampleLogprobsReader(RowState):
+    """Reads the log-probabilities of drawn tokens off the logits.
+
+    mode: the engine's `logprobs_mode`. "processed" ones are of the distribution that the token was drawn from, "raw"
+    ones of the model's own logits; `normalises` is False where logits are wanted in their place. by_row: how many of
+    the likeliest a row wants, and the tokens that it names in their place.
+    """
+
+    reads: ClassVar = ("logprobs", "logprob_token_ids")
+
+    def __init__(self, mode: str, temperatures: Tensor) -> None:
+        super().__init__()
+        self.normalises = mode.endswith("logprobs")
+        self._reads_processed = mode.startswith("processed")
+        self._temperatures = temperatures
+
+    def remember(self, row: AdmittedRow) -> None:
+        [num_best], named = row.options["logprobs"], row.options.get("logprob_token_ids", [])
+        self.by_row[row.row] = int(num_best), [*map(int, named)]
+
+    def wants_raw(self, row: int) -> bool:
+        """Return whether the row's logits are read as the model has them, with no token forbidden."""
+        return row in self.by_row and not self._reads_processed
+
+    def read(
+        self, lines: Lines, drawn: Tensor, raw: Tensor, processed: Tensor, lowest: Tensor | None
+    ) -> list[SampleLogprobs]:
+        """Return log-probabilities of lines' tokens, if any row wants them; apart for rows that name token ids.
+
+        drawn: (num_lines,) int, the tokens. raw, processed: (num_lines, vocab_size), the logits before and after
+        processors. lowest: (num_lines,), the lowest that may be drawn, or None.
+        """
+        wanted = [self.by_row.get(row, (-1, [])) for row in lines.host_rows]
+        naming = [place for place, (_, named) in enumerate(wanted) if named]
+        others = [place for place, (num_best, named) in enumerate(wanted) if num_best >= 0 and not named]
+        if not (naming or others):
+            return []
+        logits, drawn, outputs = raw, drawn.clamp(min=0), []
+        if self._reads_processed:
+            logits = drawn_from(processed, lowest, self._temperatures[lines.rows], self.normalises)
+        if others:
+            num_best = max(wanted[place][0] for place in others)
+            some = others if naming else [*range(len(wanted))]  # without a copy of the logits
+            outputs.append(self._read(lines, logits, drawn, some, num_best))
+        if naming:
+            width = max(len(wanted[place][1]) for place in naming)
+            padded = [[*ids, *ids[:1] * (width - len(ids))] for ids in (wanted[place][1] for place in naming)]
+            outputs.append(self._read(lines, logits, drawn, naming, 0, numbers_to_device(padded, logits.device)))
+        return outputs
+
+    def _read(
+        self,
+        lines: Lines,
+        logits: Tensor,
+        drawn: Tensor,
+        places: list[int],
+        num_best: int,
+        named: Tensor | None = None,
+    ) -> SampleLogprobs:
+        """Return the log-probabilities of the tokens of the lines at some places."""
+        if len(places) < len(drawn):
+            some = numbers_to_device(places, logits.device)
+            logits, drawn = logits[some], drawn[some]
+        logprobs = compute_logprobs(logits, drawn, num_best, named=named, normalises=self.normalises)
+        return SampleLogprobs([lines.indices[place] for place in places], logprobs.to_host(), lines.num_tokens)
+
+
+class PromptLogprobsReader(RowState):
+    """Computes the log-probabilities of prompts' tokens.
+
+    token_ids: (rows, max_tokens) int32, the tokens of all rows. normalises: as in SampleLogprobsReader. by_row: how
+    many of the likeliest a row wants, the first token, and the end of its prompt.
+    """
+
+    reads: ClassVar = ("prompt_logprobs",)
+
+    def __init__(self, token_ids: Tensor, vocab_size: int, tp: TensorParallel, normalises: bool) -> None:
+        super().__init__()
+        self._token_ids, self._vocab_size, self._tp, self._normalises = token_ids, vocab_size, tp, normalises
+        self._most_scanned = min(MAX_SCANNED, vocab_size - (tp.size - 1) * tp.vocab_shard_size(vocab_size))
+
+    def remember(self, row: AdmittedRow) -> None:
+        self.by_row[row.row] = *map(int, row.options["prompt_logprobs"]), row.num_prompt_tokens
+
+    def read(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[SideOutput]:
+        """Return the log-probabilities of the prompt tokens that these chunks (row, start, length) predict.
+
+        hidden: (num_tokens, hidden_size), of all chunks end to end.
+        """
+        outputs: list[SideOutput] = []
+        scanned: list[tuple[PromptSpan, int, int]] = []
+        offset = most_scanned = 0
+        for index, (row, start, length) in enumerate(chunks):
+            to_state = offset - start - 1  # the state before a token predicts it
+            offset += length
+            num_best, first, end = self.by_row.get(row, (0, 0, 0))
+            first, end = max(first, start + 1), min(end, start + length + 1)
+            if num_best > self._most_scanned:
+                for begin in range(first, end, ROWS_AT_ONCE):  # each leaves the device before the next is made
+                    span = PromptSpan(index, begin, min(ROWS_AT_ONCE, end - begin))
+                    outputs.append(self._read(model, hidden, [(span, row, to_state)], num_best, sorts_all=True))
+            elif first < end:
+                scanned.append((PromptSpan(index, first, end - first), row, to_state))
+                most_scanned = max(most_scanned, num_best)
+        if scanned:
+            outputs.append(self._read(model, hidden, scanned, most_scanned, sorts_all=False))
+        return outputs
+
+    def _read(
+        self, model: Model, hidden: Tensor, spans: list[tuple[PromptSpan, int, int]], num_best: int, sorts_all: bool
+    ) -> SpanLogprobs:
+        """Return log-probabilities of spans, each with its row and the offset from a position to its hidden state."""
+        places = []
+        for span, row, to_state in spans:
+            positions = np.arange(span.start, span.start + span.length)
+            places.append(np.stack((positions + to_state, np.full_like(positions, row), positions)))
+        states, rows, positions = to_device(torch.from_numpy(np.concatenate(places, axis=1)), hidden.device)
+        token_ids = self._token_ids[rows, positions]
+        # As many logits at once as float32 copies may take in sampling.
+        rows_at_once = ROWS_AT_ONCE * NUM_COPIES * torch.float32.itemsize // model.logits_dtype.itemsize
+        parts = []
+        for some_states, ids in zip(states.split(rows_at_once), token_ids.split(rows_at_once), strict=True):
+            logits, first_id, tp = model.compute_logits(hidden[some_states]), model.vocab.start, self._tp
+            if sorts_all:
+                logits, first_id, tp = tp.gather_vocab(logits, self._vocab_size), 0, TensorParallel()
+            parts.append(compute_logprobs(logits, ids, num_best, first_id, tp, normalises=self._normalises))
+            del logits  # before the next ones are made
+        logprobs = LogprobsTensors(*map(torch.cat, zip(*parts, strict=True)))
+        return SpanLogprobs([span for span, _, _ in spans], logprobs.to_host())
 
 
 def compute_logprobs(
@@ -68,21 +205,26 @@ def compute_logprobs(
     # All ranks' likeliest side by side; a stable sort keeps equal ones in the order of their ids.
     best_ids, best_logits = (part.transpose(0, 1).flatten(1) for part in (best_ids, best_logits))
     best_logits, order = best_logits.sort(dim=1, descending=True, stable=True)
-    found_logits = torch.cat((chosen.unsqueeze(1), best_logits[:, :num_best]), dim=1)
-    found_ids = torch.cat((token_ids.int().unsqueeze(1), best_ids.gather(1, order)[:, :num_best]), dim=1)
+    other_ids, other_logits = best_ids.gather(1, order)[:, :num_best], best_logits[:, :num_best]
     if named is not None:
-        found_logits = torch.cat((chosen.unsqueeze(1), logits.gather(1, named).float()), dim=1)
-        found_ids = torch.cat((token_ids.int().unsqueeze(1), named.int()), dim=1)
-    logprobs = found_logits
+        other_ids, other_logits = named.int(), logits.gather(1, named).float()
+    ids = torch.cat((token_ids.int().unsqueeze(1), other_ids), dim=1)
+    logprobs = torch.cat((chosen.unsqueeze(1), other_logits), dim=1)
     if normalises:
-        logprobs = found_logits - total_largest.unsqueeze(1) - total.log().unsqueeze(1)
-    return LogprobsTensors(1 + num_better.sum(dim=0), found_ids, logprobs)
+        logprobs = logprobs - total_largest.unsqueeze(1) - total.log().unsqueeze(1)
+    return LogprobsTensors(1 + num_better.sum(dim=0), ids, logprobs)
 
 
-def gather_logits(logits: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """Return all ranks' logits (num_rows, vocab_size), given those of this rank's shard."""
-    if tp.size == 1:
-        return logits
-    padding = tp.vocab_shard_size(vocab_size) - logits.shape[1]
-    shards = tp.all_gather(F.pad(logits, (0, padding)))  # (num_ranks, num_rows, shard_size)
-    return shards.transpose(0, 1).flatten(1)[:, :vocab_size]
+def drawn_from(logits: Tensor, lowest: Tensor | None, temperatures: Tensor, normalises: bool) -> Tensor:
+    """Return the logits, float32, of the distribution that tokens are drawn from; greedy rows count a temperature of 1.
+
+    logits: (num_rows, vocab_size), processed. lowest: (num_rows,), the lowest that may be drawn, or None. temperatures:
+    (num_rows,); 0 is greedy. normalises: whether only their softmax counts; they are shifted then, so that a low
+    temperature makes none infinite.
+    """
+    logits = logits.float()
+    if lowest is not None:
+        logits = torch.where(logits < lowest.unsqueeze(1), -torch.inf, logits)
+    if normalises:
+        logits = logits - logits.amax(dim=1, keepdim=True)
+    return logits / torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1)

@@ -23,12 +23,12 @@ class Penalties(RowProcessor):
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._penalties = torch.zeros(num_rows, len(self.reads), dtype=torch.float32, device=device)
 
-    def admit(self, rows: Sequence[AdmittedRow]) -> None:
-        super().admit(rows)
-        if asking := [row for row in rows if row.row in self.by_row]:
+    def admit(self, rows: Sequence[AdmittedRow]) -> list[AdmittedRow]:
+        if asking := super().admit(rows):
             which, values = values_to_device(asking, self.reads, self._penalties.device)
             self._penalties[which] = values
             self._prompt_lens[which] = numbers_to_device([row.num_prompt_tokens for row in asking], which.device)
+        return asking
 
     def apply(self, logits: Tensor, lines: Lines, places: list[int]) -> Tensor:
         rows, positions = lines.rows, lines.positions

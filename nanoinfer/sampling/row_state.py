@@ -22,15 +22,12 @@ class RowState:
     def __init__(self) -> None:
         self.by_row: dict[int, Any] = {}
 
-    def wants(self, row: int) -> bool:
-        """Return whether this is to serve a row."""
-        return row in self.by_row
-
-    def admit(self, rows: Sequence[AdmittedRow]) -> None:
-        """Remember what newly admitted rows ask for."""
-        for row in rows:
-            if not row.options.keys().isdisjoint(self.reads):
-                self.remember(row)
+    def admit(self, rows: Sequence[AdmittedRow]) -> list[AdmittedRow]:
+        """Remember what newly admitted rows ask for; return those that ask for an option that this reads."""
+        asking = [row for row in rows if not row.options.keys().isdisjoint(self.reads)]
+        for row in asking:
+            self.remember(row)
+        return asking
 
     def remember(self, row: AdmittedRow) -> None:
         """Remember what a row asks for by the options that this reads."""

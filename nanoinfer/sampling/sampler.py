@@ -18,20 +18,19 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.found import SampleLogprobs
 from nanoinfer.engine.packet import SECTION_DTYPES, DeviceSections, column
+from nanoinfer.engine.side_outputs import SampleLogprobs
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.sampling.draws import Draws
 from nanoinfer.sampling.filters import Filters
 from nanoinfer.sampling.logit_bias import LogitBias
 from nanoinfer.sampling.logits_processors import NUM_COPIES, ROWS_AT_ONCE, Lines, LogitsProcessor, RowProcessor
-from nanoinfer.sampling.logprobs import gather_logits
+from nanoinfer.sampling.logprobs import PromptLogprobsReader, SampleLogprobsReader
 from nanoinfer.sampling.mask_processors import Grammars, MaskSender, TokenSets, UserFunctions
 from nanoinfer.sampling.min_tokens import MinTokens
 from nanoinfer.sampling.penalties import Penalties
 from nanoinfer.sampling.proposals import PADDING, Proposals
 from nanoinfer.sampling.row_state import RowState
-from nanoinfer.sampling.token_logprobs import PromptLogprobsReader, TokenLogprobs
 
 NUM_MASKS = 4  # for all rows: masks of grammars and of token sets, of two steps
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
@@ -79,7 +78,7 @@ class Sampler:
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._of_rows = {kind: kind(token_ids, vocab_size) for kind in ORDER if issubclass(kind, RowProcessor)}
         self._filters = Filters(self.temperatures)
-        self._logprobs = TokenLogprobs(logprobs_mode, self.temperatures)
+        self._logprobs = SampleLogprobsReader(logprobs_mode, self.temperatures)
         self.prompt_logprobs = PromptLogprobsReader(token_ids, vocab_size, tp, self._logprobs.normalises)
         self.states: list[RowState] = [*self._of_rows.values(), self._filters, self._logprobs, self.prompt_logprobs]
         # Rows are copied for these. A threshold needs the logits of all ranks.
@@ -134,7 +133,7 @@ class Sampler:
         for start in range(0, len(copied), ROWS_AT_ONCE):
             some, on_device = copied[start : start + ROWS_AT_ONCE], indices[start : start + ROWS_AT_ONCE]
             part = lines.some(some, on_device)
-            processed = whole = gather_logits(logits[on_device], self.vocab_size, self.tp)
+            processed = whole = self.tp.gather_vocab(logits[on_device], self.vocab_size)
             for processor in processors:
                 if places := processor.places(part):
                     processed = processor.apply(processed, part, places)

@@ -39,6 +39,13 @@ class PreparedRequest:
     hidden_states_request: Any = None  # HiddenStatesRequest: what is wanted of its prompt's hidden states
     error: RequestError | None = None
 
+    @property
+    def first_prompt_logprob(self) -> int | None:
+        """Return the first prompt token whose log-probability is wanted; None if none is."""
+        start = self.prompt_logprobs_start
+        is_wanted = self.sampling_params.prompt_logprobs is not None and start < len(self.token_ids)
+        return start if is_wanted else None
+
     def refusal(self, request_id: int) -> Any:
         """Return the output of a request with an error, which every sample of it has."""
         assert self.error is not None, "only what has an error is refused"

@@ -73,7 +73,8 @@ class Tokenizer:
         return self.hf.eos_token_id
 
     @cached_property
-    def _added_tokens(self) -> dict[int, str]:
+    def added_tokens(self) -> dict[int, str]:
+        """Return the tokens that stand for themselves wherever they are written, by id; many are special."""
         return {token_id: str(token) for token_id, token in self.hf.added_tokens_decoder.items()}
 
     @cached_property
@@ -212,7 +213,7 @@ class Tokenizer:
                 return "".join(map(self._text_alone, token_ids))
 
         are_joined = not (skip_special_tokens or spaces_between_special_tokens)
-        return WindowDetokenizer(decode, self._added_tokens if are_joined else None, prompt)
+        return WindowDetokenizer(decode, self.added_tokens if are_joined else None, prompt)
 
     def token_texts(
         self,
@@ -223,6 +224,10 @@ class Tokenizer:
         """Return what says which text each token of a completion adds; special ones have theirs even if skipped."""
         detokenizer = self.detokenizer(skip_special_tokens, spaces_between_special_tokens, prompt)
         return TokenTexts(detokenizer, self._special_tokens if skip_special_tokens else {})
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what a token stands for within a text, special tokens included."""
+        return self._all_tokens.bytes_of(token_id) if self._byte_format else self._text_alone(token_id).encode()
 
     def _text_alone(self, token_id: int) -> str:
         """Decode one token alone; "" where the tokenizer fails, which must not stop a step."""

@@ -155,6 +155,14 @@ def test_host_times_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "2 running, 1,000 waiting" in capsys.readouterr().out
 
 
+def test_the_host_times_requests_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, shared = Load(20, (2, 6), (3, 3)), Load(20, (2, 6), (3, 3), shared_prefix=40)
+    figures = host.measure_requests(cases=((plain, 16), (shared, 16)), num_runs=1)
+    assert len(figures) == 2
+    assert min(figures) > 0
+    assert "40 shared tokens and 2 to 6 tokens, blocks of 16" in capsys.readouterr().out
+
+
 def test_the_host_times_a_call_from_its_prompts_to_its_outputs(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = host.measure_call(Load(40, (5, 15), (4, 4), shared_prefix=300))
     assert seconds["all"] > seconds["first_step"] / 2 > 0

@@ -51,13 +51,13 @@ def test_any_mix_of_groups_gives_the_tokens_of_one_table(
     prompts = [*(shared + tail for tail in tails), shared]
     options = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "max_num_seqs": 4, "max_model_len": 200}
     with LLM(folder, num_kvcache_blocks=14, max_num_batched_tokens=64, **options) as llm:
-        assert llm.engine.runner.limits.groups == groups
+        assert llm.engine.runner.limits.cache_specs == groups
         first = llm.generate(prompts, PARAMS, use_tqdm=False)
         again = llm.generate(prompts, PARAMS, use_tqdm=False)
         assert llm.get_metrics().num_used_blocks == 0
     monkeypatch.setattr(cache_groups, "MAX_TABLES", 1)
     with LLM(folder, enable_prefix_caching=False, **options) as llm:
-        assert not any(isinstance(group, SlidingWindowSpec) for group in llm.engine.runner.limits.groups)
+        assert not any(isinstance(group, SlidingWindowSpec) for group in llm.engine.runner.limits.cache_specs)
         expected = [output.token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     for outputs in (first, again):
         assert [output.token_ids for output in outputs] == expected

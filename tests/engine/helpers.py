@@ -6,7 +6,7 @@ from itertools import accumulate
 from random import Random
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.cache_groups.attention_group import AttentionGroup
+from nanoinfer.engine.cache_groups.attention_group import AttentionGroup, SlidingWindowGroup
 from nanoinfer.engine.cache_groups.cache_group import Hit
 from nanoinfer.engine.cache_groups.partial_hits import MIN_COPIED_TOKENS, CacheEntry
 from nanoinfer.engine.cache_groups.state_group import StateGroup
@@ -95,11 +95,18 @@ def found_block_ids(manager: BlockManager, seq: Sequence) -> list[int]:
     return [column[0] for entry in manager.find_cached_prefix(seq).entries if (column := entry.columns[0])]
 
 
+def allocate(manager: BlockManager, seq: Sequence, hit: Hit | None = None) -> list[BlockCopy]:
+    """Give `seq` a row, and its blocks: by default, what it finds in the cache; return the copies to begin with."""
+    seq.row, batch = 0, ScheduledBatch()
+    manager.allocate(batch, seq, hit or manager.find_cached_prefix(seq))
+    return batch.block_copies
+
+
 def prefill(manager: BlockManager, seq: Sequence, use_cache: bool = True) -> list[int]:
     """Give `seq` its blocks and compute all its tokens; return the ids of the blocks found in the cache."""
-    hit = manager.find_cached_prefix(seq) if use_cache else Hit(columns=[[]])
+    hit = manager.find_cached_prefix(seq) if use_cache else Hit([], [[]])
     found = [column[0] for entry in hit.entries if (column := entry.columns[0])]
-    manager.allocate(seq, hit)
+    allocate(manager, seq, hit)
     seq.num_computed_tokens = seq.num_tokens
     manager.cache_blocks(seq, seq.num_computed_tokens)
     return found
@@ -341,18 +348,21 @@ def check_invariants(
         assert manager.holds(seq)
         for group in tables:
             held = group.held[seq]
-            assert held.end * manager.block_size >= seq.num_computed_tokens
-            assert len(held.columns) == held.end - held.first
-            for index, column in enumerate(held.columns, held.first):
-                for place, block_id in enumerate(column):
-                    text = seq.identity, seq.token_ids[: (index + 1) * manager.block_size]
-                    users[block_id].append((group.index, place, index, *text))
-            if group.window is None:
-                assert [column[0] for column in held.columns] == seq.block_table
+            num_blocks, rest = divmod(len(held.pages), group.num_tables)
+            assert (held.first + num_blocks) * manager.block_size >= seq.num_computed_tokens
+            assert rest == 0
+            for index, block_id in enumerate(held.pages, held.first * group.num_tables):
+                block, table = divmod(index, group.num_tables)
+                text = seq.identity, seq.token_ids[: (block + 1) * manager.block_size]
+                users[block_id].append((group.index, table, block, *text))
+            if not isinstance(group, SlidingWindowGroup):
+                assert held.pages[:: group.num_tables] == seq.block_table
     for group in tables:
         assert {*group.held} == {*holding}
         for held in group.held.values():
-            assert len(held.columns) * group.num_tables <= group._max_pages, "it holds blocks that its window has left"
+            assert len(held.pages) <= group.max_pages(scheduler.max_model_len), (
+                "it holds blocks that its window has left"
+            )
     for texts in users.values():
         assert all(text == texts[0] for text in texts), "a block is shared by different texts"
     assert manager.num_used_blocks == len(users.keys() | {copy.source for copy in copies})
@@ -375,11 +385,11 @@ def check_entries(manager: BlockManager) -> None:
     if not pool.counts_uses:
         assert all(entry.columns[0] is not None for entry in entries)
         return
-    uses = Counter(entry.parent_serial for entry in entries)
+    uses = Counter(entry.parent for entry in entries)
     uses.update(entry.serial for entry in entries for column in entry.columns if column is not None)
     uses.update(serial for seq in manager._holding for serial in seq.prefix_serials)
     if group := manager.states:
-        uses.update(snapshot.parent_serial for snapshot in group.snapshots._kept)
+        uses.update(snapshot.parent for snapshot in group.snapshots._kept)
     assert all(0 < entry.num_uses == uses[entry.serial] for entry in entries)
 
 

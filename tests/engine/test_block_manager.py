@@ -8,9 +8,9 @@ import xxhash
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.cache_group import Hit
 from nanoinfer.engine.cache_groups.partial_hits import num_common
-from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock
+from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
-from tests.engine.helpers import always_seven, found_block_ids, make_sequence, prefill
+from tests.engine.helpers import allocate, always_seven, found_block_ids, make_sequence, prefill
 
 
 class CountingHash:
@@ -29,8 +29,8 @@ class CountingHash:
 def test_a_sequence_gets_blocks_for_all_its_tokens(num_tokens: int, num_blocks: int) -> None:
     manager = BlockManager(num_blocks=3, block_size=4)
     seq = make_sequence(0, [1] * num_tokens)
-    assert manager.num_blocks_to_allocate(seq, Hit(columns=[[]])) == num_blocks
-    manager.allocate(seq, Hit(columns=[[]]))
+    assert manager.num_blocks_to_allocate(seq, Hit([], [[]])) == num_blocks
+    allocate(manager, seq, Hit([], [[]]))
     assert seq.block_table == list(range(num_blocks))
 
 
@@ -43,7 +43,9 @@ def test_a_sequence_takes_one_more_block_when_its_last_is_full() -> None:
     assert manager.needing_block([seq]) == [seq]
     seq.row = 7
     assert manager.make_room([seq])
-    assert manager.extend([seq]) == [NewBlock(7, column, column) for column in range(3)], "the device was told of none"
+    batch = ScheduledBatch()
+    manager.extend(batch, [seq])
+    assert batch.new_blocks == [NewBlock(7, 2, 2)], "the device was told of the others"
     assert seq.block_table == [0, 1, 2]
     assert manager.needing_block([seq]) == []
 
@@ -89,7 +91,7 @@ def test_the_blocks_that_were_found_are_those_that_are_given_though_all_others_a
     hit = manager.find_cached_prefix(follower)
     found = [block_id for entry in hit.entries for block_id in entry.columns[0] or ()]
     assert manager.num_blocks_to_allocate(follower, hit) == manager.num_free_blocks == 3
-    manager.allocate(follower, hit)
+    allocate(manager, follower, hit)
     assert follower.block_table == [*found, 2], "the last block did not take the place of one that was found"
     assert follower.num_computed_tokens == 4
     assert found_block_ids(manager, make_sequence(2, [1, 2, 3, 4, 9])) == found
@@ -106,7 +108,7 @@ def test_blocks_without_an_entry_are_reused_before_cached_ones() -> None:
     manager.free(full)
     manager.free(partial)  # last, and still before block 0
     other = make_sequence(2, [7, 8, 9])
-    manager.allocate(other, Hit(columns=[[]]))
+    allocate(manager, other, Hit([], [[]]))
     assert set(other.block_table) == {1, 2}
     assert found_block_ids(manager, make_sequence(3, [1, 2, 3])) == [0]
 
@@ -117,7 +119,7 @@ def test_the_tail_of_a_sequence_is_reused_before_its_head() -> None:
     prefill(manager, seq)
     manager.free(seq)
     other = make_sequence(1, [9] * 5)
-    manager.allocate(other, Hit(columns=[[]]))
+    allocate(manager, other, Hit([], [[]]))
     assert other.block_table == [3, 2, 1]
     assert found_block_ids(manager, make_sequence(2, [1, 2, 3, 4, 5])) == [0]
 
@@ -131,7 +133,7 @@ def test_of_the_cached_blocks_the_least_recently_used_goes_first() -> None:
         manager.free(seq)
     prefill(manager, older)  # used again: now the other one is the least recently used
     manager.free(older)
-    manager.allocate(make_sequence(2, [9] * 5), Hit(columns=[[]]))
+    allocate(manager, make_sequence(2, [9] * 5), Hit([], [[]]))
     assert found_block_ids(manager, make_sequence(3, [1, 2, 0])) == [0]
     assert found_block_ids(manager, make_sequence(4, [3, 4, 0])) == []
 
@@ -178,14 +180,14 @@ def test_a_prompt_seen_before_still_computes_its_last_token(num_tokens: int, num
     prompt = list(range(num_tokens))
     prefill(manager, make_sequence(0, prompt))
     again = make_sequence(1, prompt)
-    manager.allocate(again, manager.find_cached_prefix(again))
+    allocate(manager, again, manager.find_cached_prefix(again))
     assert again.num_computed_tokens == num_cached
 
 
 def test_a_block_is_cached_once_it_is_computed_and_not_before() -> None:
     manager = BlockManager(num_blocks=8, block_size=2)
     seq, equal = make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3, 4, 5])
-    manager.allocate(seq, Hit(columns=[[]]))
+    allocate(manager, seq, Hit([], [[]]))
     assert found_block_ids(manager, equal) == []
     seq.num_computed_tokens = 3
     manager.cache_blocks(seq, seq.num_computed_tokens)
@@ -326,7 +328,7 @@ def test_blocks_are_neither_given_nor_freed_twice() -> None:
     seq = make_sequence(0, [1, 2, 3])
     prefill(manager, seq)
     with pytest.raises(AssertionError, match="sequence 0 already holds blocks"):
-        manager.allocate(seq, Hit(columns=[[]]))
+        allocate(manager, seq, Hit([], [[]]))
     block_id = seq.block_table[0]
     manager.free(seq)
     manager.free(seq)
@@ -342,7 +344,7 @@ def run_step(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, Blo
     """Compute a prompt in a step of its own."""
     manager.start_step()
     seq = make_sequence(0, token_ids)
-    copies = manager.allocate(seq, manager.find_cached_prefix(seq))
+    copies = allocate(manager, seq, manager.find_cached_prefix(seq))
     num_found, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
     manager.cache_blocks(seq, seq.num_computed_tokens, with_last=True)
     seq.num_cached_tokens = num_found
@@ -350,8 +352,7 @@ def run_step(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, Blo
 
 
 def num_found_later(manager: BlockManager, prompt: list[int]) -> int:
-    seq = make_sequence(9, prompt)
-    return manager.num_found_later(seq, manager.find_cached_prefix(seq))
+    return manager.find_cached_prefix(make_sequence(9, prompt)).num_later
 
 
 @pytest.mark.parametrize(
@@ -396,10 +397,10 @@ def test_what_a_step_computes_is_copied_by_later_steps_only() -> None:
     manager = BlockManager(num_blocks=6, block_size=4, min_copied_tokens=2)
     run_step(manager, [1, 2, 3, 4, 5])
     seq = make_sequence(1, [1, 2, 3, 9])
-    assert manager.allocate(seq, manager.find_cached_prefix(seq)) == []
+    assert allocate(manager, seq, manager.find_cached_prefix(seq)) == []
     manager.free(seq)
     manager.start_step()
-    assert manager.allocate(seq, manager.find_cached_prefix(seq)) == [BlockCopy(0, seq.block_table[0], 3)]
+    assert allocate(manager, seq, manager.find_cached_prefix(seq)) == [BlockCopy(0, seq.block_table[0], 3)]
 
 
 def test_a_source_is_not_handed_out_before_it_is_released() -> None:
@@ -411,7 +412,7 @@ def test_a_source_is_not_handed_out_before_it_is_released() -> None:
     assert manager.num_free_blocks == 1
     manager.free(second)
     other = make_sequence(2, [5] * 8)
-    manager.allocate(other, Hit(columns=[[]]))
+    allocate(manager, other, Hit([], [[]]))
     assert copy.source not in other.block_table
     before = manager.pool.num_frees
     manager.release([copy])
@@ -458,7 +459,7 @@ def test_prompt_logprobs_leave_their_tokens_to_compute() -> None:
     manager.start_step()
     seq = make_sequence(1, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     seq.prompt_logprobs_start = 5
-    [copy] = manager.allocate(seq, manager.find_cached_prefix(seq))
+    [copy] = allocate(manager, seq, manager.find_cached_prefix(seq))
     assert copy.num_tokens == 4
 
 

@@ -120,6 +120,18 @@ def test_an_entry_goes_with_the_last_of_what_hangs_on_it() -> None:
     assert not entries
 
 
+@pytest.mark.parametrize("specs", MIXES, ids=str)
+def test_an_identity_that_is_gone_leaves_nothing_behind(specs: tuple[CacheGroupSpec, ...]) -> None:
+    engine = Engine(*specs)
+    for identity in ("one", "other"):
+        engine.run(TEXT, identity)
+    engine.manager.reset_prefix_cache()
+    pool, kept = engine.manager.pool, []
+    if group := engine.manager.states:
+        kept = [group.queued, group.plans, group.snapshots._children, group.snapshots._awaited]
+    assert not any([pool._full, pool._entries, pool.copies._siblings, pool.copies._new, *kept])
+
+
 def test_states_alone_take_no_blocks() -> None:
     engine = Engine(STATES, num_blocks=0)
     assert engine.run(TEXT, max_tokens=9).num_cached_tokens == 0

@@ -86,7 +86,7 @@ def run_to_the_end(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("options", "most", "most_with_blocks"),
-    [(PLAIN, 410, 3850), (WITH_OPTIONS, 560, 4000)],
+    [(PLAIN, 150, 3850), (WITH_OPTIONS, 315, 4000)],
     ids=["plain", "with options"],
 )
 def test_a_decode_step_of_256_rows_calls_no_more_functions(

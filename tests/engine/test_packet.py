@@ -124,7 +124,7 @@ def test_only_a_row_that_asks_for_something_is_told_of_by_each_option_that_asks(
         temperature=0.5,
         top_p=0.75,
         min_tokens=3,
-        logprob_token_ids=[8, 6],
+        logprob_token_ids=[8, 2**31 - 1],
         prompt_logprobs=4,
         frequency_penalty=-0.5,
         logit_bias={9: 0.5, 4: -100.0},
@@ -142,7 +142,7 @@ def test_only_a_row_that_asks_for_something_is_told_of_by_each_option_that_asks(
         "logprobs": [0],
         "prompt_logprobs": [4, 1],
         "logit_bias": [9, 4, 0.5, -100.0],
-        "logprob_token_ids": [8, 6],
+        "logprob_token_ids": [8, 2**31 - 1],
     }
     [row] = read_admitted_rows(sections)
     assert row == AdmittedRow(row=3, num_tokens=3, num_prompt_tokens=2, options=options)

@@ -66,21 +66,27 @@ def compare(
     params: list[SamplingParams],
     tolerance: float = 1e-5,
     prepare: Callable[[LLM], object] = lambda llm: None,
+    num_turns: int = 1,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Answer prompts without and with proposals, and hold one against the other; return the metrics of both."""
+    """Answer prompts without and with proposals, and hold one against the other; return the metrics of both.
+
+    num_turns: how often; the engine with a proposer sleeps between two of them.
+    """
     options = {"device": "cpu", "dtype": "float32", **SIZES, **options}
     with LLM(folder, **options) as llm:
         prepare(llm)
-        expected = llm.generate(prompts, params, use_tqdm=False)
+        turns = [llm.generate(prompts, params, use_tqdm=False) for _ in range(num_turns)]
         plain = llm.get_metrics()
     with proposing_llm(folder, **options) as llm:
         prepare(llm)
-        engine = engine_of(llm)
-        engine.proposer = proposer = KnownTexts(expected, VOCAB_SIZE)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        engine_of(llm).proposer = proposer = KnownTexts([output for turn in turns for output in turn], VOCAB_SIZE)
+        for turn, expected in enumerate(turns):
+            if turn > 0:
+                llm.sleep()
+                llm.wake_up()
+            assert_same_answers(llm.generate(prompts, params, use_tqdm=False), expected, tolerance)
         metrics = llm.get_metrics()
-    assert_same_answers(outputs, expected, tolerance)
     assert proposer.num_proposed > 0
     assert metrics.num_generated_tokens == plain.num_generated_tokens
     assert metrics.num_used_blocks == 0
@@ -156,6 +162,24 @@ def run_to_the_end(llm: LLM) -> list[RequestOutput]:
     while not llm.is_finished():
         outputs += llm.step()
     return sorted(outputs, key=lambda output: output.request_id)
+
+
+def test_a_proposer_comes_and_goes_while_its_steps_are_in_flight(two: tuple[LLM, LLM]) -> None:
+    plain, llm = two
+    prompts = draw_prompts()
+    expected = plain.generate(prompts, PARAMS, use_tqdm=False)
+    engine, proposer = engine_of(llm), KnownTexts(expected, VOCAB_SIZE)
+    for request in zip(prompts, PARAMS, strict=True):
+        llm.add_request(*request)
+    outputs, num_left = [], 0  # steps that are in flight when their proposer goes
+    for step in count():
+        if llm.is_finished():
+            break
+        num_left += step % 4 == 0 and any(one.batch.num_tokens > 1 for one in engine._in_flight)
+        engine.proposer = proposer if step % 4 > 1 else None
+        outputs += llm.step()
+    assert num_left > 0
+    assert_same_answers(sorted(outputs, key=lambda output: output.request_id), expected, 5e-5)
 
 
 def test_paused_requests_go_on_where_they_were(two: tuple[LLM, LLM]) -> None:
@@ -319,8 +343,8 @@ def test_routed_experts_are_those_of_the_tokens_that_count(folders: Callable[[st
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3_5ForCausalLM"])
-def test_two_ranks_draw_the_same(architecture: str, folders: Callable[[str], Path]) -> None:
-    compare(folders(architecture), draw_prompts(), PARAMS, 2e-5, tensor_parallel_size=2)
+def test_two_ranks_draw_the_same_before_sleep_and_after_it(architecture: str, folders: Callable[[str], Path]) -> None:
+    compare(folders(architecture), draw_prompts(), PARAMS, 2e-5, num_turns=2, tensor_parallel_size=2)
 
 
 def test_states_go_on_in_steps_without_proposals_and_begin_anew_after_sleep(two: tuple[LLM, LLM]) -> None:

@@ -5,6 +5,8 @@ from random import Random
 
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.specs import (
@@ -29,6 +31,7 @@ from tests.engine.helpers import (
     next_token,
 )
 
+KINDS = ["plain", "hybrid", "windows", "mixed", "proposals"]
 VOCAB_SIZE = 2  # so few that prompts share prefixes, and completions meet prompts
 STOP_TOKEN_ID = 0
 MAX_STEPS = 2000  # the end of a history needs a few hundred
@@ -292,8 +295,17 @@ class History:
         assert self.manager.num_free_blocks == self.manager.num_blocks
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS), num_steps=st.integers(1, 40))
+def test_in_a_short_history_every_request_gets_the_answer_it_would_get_alone(
+    seed: int, kind: str, num_steps: int
+) -> None:
+    """Hypothesis makes a history that fails as short as it can. The long ones below reach more."""
+    History(Random(seed), kind).play(num_steps)
+
+
 @pytest.mark.parametrize("num_histories", [60, pytest.param(8000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["plain", "hybrid", "windows", "mixed", "proposals"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(kind: str, num_histories: int) -> None:
     """Histories of 5 to 400 steps each; the seed of one that fails is in the error."""
     seen: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoinfer import ConfigError, RequestError, tiny_model_path
+from nanoinfer import ConfigError, RequestError, SamplingParams, tiny_model_path
 from tests.integrations.snippets import snippet
 from tests.real.make_smollm2 import save_smollm2
 
@@ -195,6 +195,21 @@ def test_what_is_thought_is_no_part_of_the_answer() -> None:
     assert answer == "360"
 
 
+def test_a_thought_ends_as_the_models_family_says_and_may_have_a_budget(tmp_path: Path) -> None:
+    prompt = "<|im_start|>user\nWhat is 312 + 48?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    request = ask("generate_until", prompt, {"until": ["\n\n\n"], "thinking_token_budget": 3})
+    model = NanoinferLM(str(tiny_model_path()), device="cpu", enable_thinking=True)
+    [answer] = model.generate_until([request], disable_tqdm=True)
+    free = model.llm.generate(prompt, SamplingParams(temperature=0, thinking_token_budget=3), use_tqdm=False)[0].text
+    assert "</think>" in free
+    assert answer == free.partition("</think>")[2].strip()
+    shutil.copytree(tiny_model_path(), tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("<tool_call>", "<call>"))  # which tells the family
+    with pytest.raises(ConfigError, match="enable_thinking=True needs think_end_token"):
+        NanoinferLM(str(tmp_path / "other"), device="cpu", enable_thinking=True)
+
+
 def test_generation_arguments_are_sampling_parameters(tiny: NanoinferLM) -> None:
     options = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "seed": 1, "max_new_tokens": 3}
     first, again = (tiny.generate_until([ask("generate_until", "1", options)], disable_tqdm=True) for _ in range(2))
@@ -260,7 +275,6 @@ def test_what_generation_config_asks_for_in_vain_is_refused_when_something_is_ge
     [
         ({"max_length": 8, "max_model_len": 8}, ConfigError, "are the same"),
         ({"truncation_side": "top"}, ConfigError, "truncation_side='top'"),
-        ({"enable_thinking": True}, ConfigError, "think_end_token"),
         ({"max_lenght": 8}, TypeError, "NanoinferLM has no option 'max_lenght'; did you mean 'max_length'"),
         ({"max_gen_tokens": 8}, TypeError, "did you mean 'max_gen_toks'"),
         ({"dtyp": "float32"}, TypeError, "did you mean 'dtype'"),

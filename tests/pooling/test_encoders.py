@@ -354,7 +354,7 @@ def test_encoders_that_are_not_supported_are_refused(
         LLM(encoder(family), hf_overrides=entry, **SMALL)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_encoders_are_not_rounded_to_fewer_bits(encoder: Callable[[str], Path], quantization: str) -> None:
     with pytest.raises((ConfigError, ModelError), match="encoders have their weights in 16 or 32 bits"):
         LLM(encoder("Bert"), quantization=quantization, **SMALL)

@@ -155,7 +155,7 @@ def test_states_are_held_once_when_their_output_is_made() -> None:
         states.add(ChunkStates(0, 0, start, torch.full((1, 4), float(start))))
     output = states.to_output(RequestOutput(0, None, [], 0, [CompletionOutput(0, "", [], "stop")]))
     assert output.hidden_states[0][:, 0].tolist() == [0, 1]
-    assert states.found == {}
+    assert states.received == {}
 
 
 def test_what_memory_cannot_hold_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""What weights in 4 bits cost a real model, SmolLM2-135M-Instruct, on the CPU: perplexity and KL divergence.
+"""What weights in 4 bits and in integers of 8 cost a real model, SmolLM2-135M-Instruct, on the CPU.
 
-20,000 tokens, and the figures of docs/quantization.md: pytest tests/real/test_int4.py -m slow -s
+Perplexity and KL divergence of 20,000 tokens, the figures of docs/quantization.md:
+pytest tests/real/test_int4.py -m slow -s
 """
 
 from pathlib import Path
@@ -22,6 +23,13 @@ def test_perplexity_with_weights_in_4_bits(group_size: int, folder: Path, monkey
     """Of SmolLM2's sizes, 576 and 1,536 inputs, 128 divides the second alone; the first then has groups of 64."""
     monkeypatch.setattr(int4_linear, "GROUP_SIZE", group_size)
     assert 0 < measure_loss(folder, 20000, "int4").rise < 0.5
+
+
+@pytest.mark.slow
+def test_perplexity_with_weights_in_integers_of_8_bits(folder: Path) -> None:
+    loss = measure_loss(folder, 20000, "int8")
+    assert abs(loss.rise) < 0.01
+    assert 0 < loss.divergence < 0.01
 
 
 def test_it_still_answers(folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nanoinfer import tiny_model_path
 from nanoinfer.engine.engine import Recipient
-from nanoinfer.engine.prompt_logprobs import PromptLogprobs
+from nanoinfer.engine.request_logprobs import PromptLogprobs
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.replicas.dispatcher import PREFIX_TOKENS, QueuedRequest
 from nanoinfer.replicas.packed_outputs import pack_outputs, unpack_outputs

@@ -30,6 +30,7 @@ from nanoinfer.metrics import StepEvent
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.replicas.replica_messages import Call
 from nanoinfer.text.prompts import PreparedRequest
+from tests.proposers import KnownTexts
 
 PROMPTS = [f"{a}+{b}=?" for a in range(7) for b in range(2)]
 LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
@@ -464,3 +465,12 @@ def test_the_stream_of_a_request_that_is_refused_ends_as_that_of_one_engine(one:
         llm.queue.add_requests([PreparedRequest(**refused)], inbox)
         assert [(chunk.sample, chunk.finish_reason) for chunk in inbox.chunks] == [(0, "error"), (1, "error")]
         assert [sample.error for sample in inbox.outputs[0].outputs] == ["no", "no"]
+
+
+def test_a_proposer_is_refused_because_it_would_see_no_sequence(two: LLM) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data_parallel_size=2 .*KnownTexts sees no sequence; use data_parallel_size=1"
+    ):
+        two.engine.proposer = KnownTexts([], vocab_size=2)
+    two.engine.proposer = None
+    assert two.engine.proposer is None

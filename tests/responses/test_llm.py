@@ -215,7 +215,8 @@ def test_answers_in_files_have_reasoning_and_tool_calls_if_the_job_asks_for_them
         tmp_path / "out.jsonl",
         use_tqdm=False,
     )
-    records = sorted((json.loads(line) for line in (tmp_path / "out.jsonl").open()), key=lambda one: one["custom_id"])
+    written = (tmp_path / "out.jsonl").read_text().splitlines()
+    records = sorted(map(json.loads, written), key=lambda one: one["custom_id"])
     bodies = [record["response"]["body"] for record in records]
     thought, called, plain = [body["choices"][0] for body in bodies]
     assert plain["message"] == {"role": "assistant", "content": "312 + 48 = 360"}

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.ops.gumbel_max.spec import GROUP_SIZE, best_candidates, exponential, philox, sample, sample_and_append
-from nanoinfer.sampling.draws import sample_and_append_across_ranks
+from nanoinfer.sampling.draws import Draws
+from nanoinfer.sampling.logits_processors import Lines
 
 MASK32 = 0xFFFFFFFF
 
@@ -274,7 +275,8 @@ def draw_together(logits: Tensor, size: int, temperatures: Tensor, seeds: Tensor
     for start, length in shards:
         token_ids, lens = torch.zeros(len(logits), int(positions.max()) + 1, dtype=torch.int32), positions.clone()
         shard = logits[:, start : start + length]
-        results.append(sample_and_append_across_ranks(shard, start, group, rows, temperatures, seeds, token_ids, lens))
+        draws = Draws(temperatures, seeds, token_ids, lens, None, group)
+        results.append(draws.from_shards(shard, start, Lines(range(len(rows)), rows.tolist(), rows, lens)))
         assert torch.equal(token_ids[rows, positions.long()], results[-1].clamp(min=0))
         assert torch.equal(lens, positions + 1)
     assert all(torch.equal(result, results[0]) for result in results)
@@ -309,6 +311,7 @@ def test_padding_rows_draw_nothing_together() -> None:
     group = SimpleNamespace(all_gather=lambda _: candidates)
     token_ids, context_lens = torch.full((3, 4), 9, dtype=torch.int32), torch.tensor([1, 2, 0]).int()
     tables = (torch.zeros(3), torch.zeros(3).long(), token_ids, context_lens)
-    assert sample_and_append_across_ranks(torch.zeros(2, 64), 0, group, tensor(-1, 1), *tables).tolist() == [-1, 80]
+    draws, lines = Draws(*tables, None, group), Lines(range(2), [-1, 1], tensor(-1, 1), context_lens)
+    assert draws.from_shards(torch.zeros(2, 64), 0, lines).tolist() == [-1, 80]
     assert token_ids[:2].tolist() == [[9, 9, 9, 9], [9, 9, 80, 9]]
     assert context_lens.tolist() == [1, 3, 0]

@@ -184,7 +184,7 @@ def test_each_row_gets_its_own_biases_and_ids_beyond_the_vocabulary_do_no_harm(d
     values = {3: [7, 49, 50, 1.5, -2.25, 9.0], 5: [0, 1e9], 6: [7, 0.5]}  # the ids, then their biases
     processor.admit([AdmittedRow(row, 1, 1, {"logit_bias": numbers}) for row, numbers in values.items()])
     processor.release([6, 7])
-    assert [row for row in range(8) if processor.wants(row)] == [3, 5]
+    assert [*processor.by_row] == [3, 5]
     logits, rows = randn(4, 50).to(dtype), [5, 2, 3, 6]
     unchanged = logits.clone()
     expected = logits.clone().float()
@@ -211,7 +211,7 @@ def test_stop_tokens_are_forbidden_before_a_position_and_a_row_that_has_come_the
             AdmittedRow(0, num_tokens=6, num_prompt_tokens=4, options={"min_tokens": [2, 7]}),
         ]
     )
-    assert [processor.wants(row) for row in range(3)] == [False, True, True], "row 0 has its 2 tokens"
+    assert [row in processor.by_row for row in range(3)] == [False, True, True], "row 0 has its 2 tokens"
     lines, unchanged, found = lines_of([2, 1], context_lens), logits.clone(), []
     for _ in range(2):
         changed = processor.apply(logits, lines, processor.places(lines))
@@ -230,7 +230,7 @@ def test_each_line_of_a_row_is_judged_by_its_own_position() -> None:
     lines = Lines([0, 1, 2], [0, 0, 0], rows.repeat(3), lens, 3, tables)
     changed = processor.apply(torch.zeros(3, 10), lines, [0, 1, 2])
     assert changed[:, 9].tolist() == [-math.inf, -math.inf, 0.0]
-    assert processor.wants(0), "of these tokens only the first may count"
+    assert 0 in processor.by_row, "of these tokens only the first may count"
 
 
 # --- penalties ---

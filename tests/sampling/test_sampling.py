@@ -11,7 +11,7 @@ import torch
 
 from nanoinfer import LLM, Logprob, RequestError, RequestOutput, SamplingParams, Score, tiny_model_path
 from nanoinfer.runner.device_runner import DeviceRunner
-from nanoinfer.sampling import token_logprobs
+from nanoinfer.sampling import logprobs
 from nanoinfer.text.tokenizer import Tokenizer
 
 Checkpoint = Callable[..., Path]
@@ -425,7 +425,7 @@ def test_the_texts_of_a_prompts_tokens_are_made_when_somebody_looks(tiny: LLM, m
 def test_logits_are_computed_a_few_prompt_tokens_at_a_time(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, num_best: int, most_at_once: int
 ) -> None:
-    monkeypatch.setattr(token_logprobs, "NUM_COPIES", 2)
+    monkeypatch.setattr(logprobs, "NUM_COPIES", 2)
     model = llm.engine.runner.model  # type: ignore[union-attr]
     compute_logits, counts = model.compute_logits, []
 
@@ -444,13 +444,13 @@ def test_a_prompt_that_wants_all_of_the_vocabulary_does_not_widen_its_neighbours
 ) -> None:
     """Nor do its own positions gather on the device: each piece goes to the host."""
     shapes = []
-    to_host = token_logprobs.LogprobsTensors.to_host
+    to_host = logprobs.LogprobsTensors.to_host
 
     def note(self):  # type: ignore[no-untyped-def]
         shapes.append(tuple(self.logprobs.shape))
         return to_host(self)
 
-    monkeypatch.setattr(token_logprobs.LogprobsTensors, "to_host", note)
+    monkeypatch.setattr(logprobs.LogprobsTensors, "to_host", note)
     params = [replace(GREEDY, max_tokens=1, prompt_logprobs=num_best) for num_best in (0, -1, 2)]
     outputs = llm.generate(prompts(200, 100, 50), params, use_tqdm=False)
     assert sorted(shapes) == [(35, 513), (64, 513), (248, 3)]

@@ -7,6 +7,7 @@ a radix tree over tokens (RadixAttention, Zheng et al. 2024), and blocks can sti
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from nanoinfer.engine.sequence import Sequence
@@ -19,24 +20,31 @@ MIN_AWAITED_IN_ALL = 1024
 MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 
-Column = tuple[int, ...]  # the pages of a block of text in all tables of a group
+Column = tuple[int, ...]  # the pages of a block of text, one in each table of a group
+Columns = tuple[Column | None, ...]  # by group with block tables; None where a group has lost its pages
+Parent = int | tuple[Hashable]  # what a block comes after: the serial number of an entry, or `Sequence.root`
 
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
     """An entry of the prefix cache: what verifies a hit of a block of text, and the pages that have it.
 
-    columns: by group with block tables; None where a group has lost its pages. hash: None if the block is not full:
-    then it can be copied from, and not be shared. tokens: ids as int32, block_size of them if it is full.
+    hash: None if the block is not full: then it can be copied from, and not be shared. tokens: ids as int32, block_size
+    of them if it is full.
     """
 
     serial: int
-    parent_serial: int  # of the entry of the block before it
-    columns: list[Column | None]
+    parent: Parent
+    columns: Columns
     hash: int | None = None
     tokens: bytes = b""
     copyable: bytes = b""  # the first of these tokens, which steps before this one have computed
     num_uses: int = 0  # what hangs on it, where that decides how long it lives
+
+    @property
+    def pages(self) -> list[int]:
+        """All pages of its columns."""
+        return [page for column in self.columns if column for page in column]
 
 
 Buffer = bytes | memoryview  # of token ids as int32
@@ -54,16 +62,16 @@ class PartialHits:
 
     def __init__(self, min_tokens: int) -> None:
         self.min_tokens = min_tokens
-        self._siblings: defaultdict[int, Siblings] = defaultdict(list)  # by the parent's serial
-        self._new: defaultdict[int, Siblings] = defaultdict(list)  # likewise: entries of the current step
+        self._siblings: dict[Parent, Siblings] = {}
+        self._new: defaultdict[Parent, Siblings] = defaultdict(list)  # entries of the current step
 
     def start_step(self) -> None:
-        for parent_serial, items in self._new.items():
+        for parent, items in self._new.items():
             for tokens, _, entry in items:
                 if entry.copyable:
                     _remove(self._siblings, entry, entry.copyable)
                 entry.copyable = tokens
-            siblings = self._siblings.setdefault(parent_serial, items)
+            siblings = self._siblings.setdefault(parent, items)
             if siblings is not items:
                 for item in items:
                     insort(siblings, item)
@@ -71,30 +79,31 @@ class PartialHits:
 
     def add(self, entry: CacheEntry) -> None:
         """Let later steps copy the tokens of an entry."""
-        insort(self._new[entry.parent_serial], (entry.tokens, entry.serial, entry))
+        if entry.tokens != entry.copyable:
+            insort(self._new[entry.parent], (entry.tokens, entry.serial, entry))
 
     def remove_new(self, entry: CacheEntry) -> None:
         """Forget what the current step computes of an entry."""
-        _remove(self._new, entry, entry.tokens)
+        if entry.tokens != entry.copyable:
+            _remove(self._new, entry, entry.tokens)
 
     def remove(self, entry: CacheEntry) -> None:
-        if entry.parent_serial in self._new:
-            self.remove_new(entry)
+        self.remove_new(entry)
         if entry.copyable:
             _remove(self._siblings, entry, entry.copyable)
             entry.copyable = b""
 
-    def find(self, parent_serial: int, tokens: bytes) -> tuple[CacheEntry | None, int]:
+    def find(self, parent: Parent, tokens: bytes) -> tuple[CacheEntry | None, int]:
         """Return the entry after this parent that begins with the most of `tokens` (ids as int32), and how many.
 
         The entry is None if these are too few to be copied.
         """
-        entry, num_tokens = _longest(self._siblings.get(parent_serial), tokens)
+        entry, num_tokens = _longest(self._siblings.get(parent), tokens)
         return entry if num_tokens >= self.min_tokens else None, num_tokens
 
-    def num_found_later(self, parent_serial: int, tokens: bytes, num_found: int) -> int:
+    def num_found_later(self, parent: Parent, tokens: bytes, num_found: int) -> int:
         """Return how many of these tokens are there from the next step on, beyond those that `find` finds now."""
-        _, num_later = _longest(self._new.get(parent_serial), tokens, above=num_found)
+        _, num_later = _longest(self._new.get(parent), tokens, above=num_found)
         return num_later - num_found
 
 
@@ -119,16 +128,16 @@ class PassedOver:
         self.num_saved += num_saved
 
 
-def _remove(by_parent: defaultdict[int, Siblings], entry: CacheEntry, tokens: bytes) -> None:
+def _remove(by_parent: dict[Parent, Siblings], entry: CacheEntry, tokens: bytes) -> None:
     """Take out an entry that lies there under these tokens, if it does."""
-    siblings = by_parent.get(entry.parent_serial)
+    siblings = by_parent.get(entry.parent)
     if siblings:
         item = tokens, entry.serial, entry
         index = bisect_left(siblings, item)
         if siblings[index : index + 1] == [item]:
             del siblings[index]
             if not siblings:
-                del by_parent[entry.parent_serial]
+                del by_parent[entry.parent]
 
 
 def _longest(siblings: Siblings | None, tokens: bytes, above: int = 0) -> tuple[CacheEntry | None, int]:
@@ -142,7 +151,7 @@ def _longest(siblings: Siblings | None, tokens: bytes, above: int = 0) -> tuple[
         for its_tokens, _, entry in siblings[max(0, index - 1) : index + 1]:
             least = 4 * (found[1] + 1)  # bytes
             # Most share no more than was found already: one comparison shows it, without a search.
-            if len(tokens) >= least and its_tokens[:least] == tokens[:least]:
+            if len(tokens) >= least and its_tokens.startswith(tokens[:least]):
                 found = entry, num_common(its_tokens, tokens)
     return found
 

@@ -1,7 +1,9 @@
 """Says what the layers of a model remember of a sequence, in the numbers that plan by it.
 
-A cache group is a set of layers that remember the same tokens. `RunnerLimits.groups` has one record for each. The block
-tables of a row belong to the groups in this order: those of the first group come first.
+A cache group is a set of layers that remember the same tokens. `CacheGroups` in `caches/` says which layers these are,
+and where their tensors lie on the device. `RunnerLimits.cache_specs` has one record of each group, and of each record
+the block manager makes what keeps its pages or states (`AttentionGroup`, `StateGroup`). The block tables of a row
+belong to the groups in this order: those of the first group come first.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from nanoinfer.engine.block_pool import BlockPool
 from nanoinfer.engine.cache_groups.cache_group import CacheGroup, Hit
 from nanoinfer.engine.cache_groups.queued_prompts import QueuedPrompts
 from nanoinfer.engine.cache_groups.state_snapshots import Snapshot, StateSnapshots
-from nanoinfer.engine.scheduled_batch import BlockCopy
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 
 # A snapshot costs a copy of the states, and an end of a chunk: about as much as computing a few dozens of tokens.
@@ -46,21 +46,24 @@ class StateGroup(CacheGroup):
     def dequeue(self, seq: Sequence) -> None:
         """Note that a sequence waits no more."""
         self.queued[seq.identity].remove(seq.token_ids)
+        if not self.queued[seq.identity]:
+            del self.queued[seq.identity]
 
-    def trim(self, seq: Sequence, hit: Hit) -> None:
+    def trim(self, seq: Sequence, hit: Hit) -> bool:
+        length = len(hit.entries)
         while not self._ends_at_snapshot(seq, hit) and hit.entries:
             hit.entries.pop()
+        return len(hit.entries) < length
 
     def num_found_later(self, seq: Sequence, hit: Hit) -> int:
         """Return how many more tokens a lookup finds once another sequence has computed them."""
         num_found = len(hit.snapshot.text) if hit.snapshot else 0
         return max(0, self.snapshots.find_later(seq, seq.max_cached_tokens) - num_found)
 
-    def admit(self, seq: Sequence, hit: Hit) -> list[BlockCopy]:
+    def admit(self, batch: ScheduledBatch, seq: Sequence, hit: Hit) -> None:
         if hit.snapshot is not None:
             self.snapshots.restore(hit.snapshot, seq)
         self._plan(seq, seq.num_computed_tokens)
-        return []
 
     def clip(self, seq: Sequence, end: int) -> int:
         """Return where a chunk that could compute the tokens before `end` is to end."""
@@ -80,9 +83,9 @@ class StateGroup(CacheGroup):
         if snapshot is None:
             return False
         num_blocks = num_computed // self._pool.block_size
-        parent_serial = seq.prefix_serials[num_blocks - 1] if num_blocks else self._pool.root_of(seq)
+        parent = seq.prefix_serials[num_blocks - 1] if num_blocks else seq.root
         tail = snapshot.text[num_blocks * self._pool.block_size :].tobytes()
-        self.snapshots.keep(snapshot, parent_serial, tail)
+        self.snapshots.keep(snapshot, parent, tail)
         return True
 
     def free(self, seq: Sequence) -> None:
@@ -92,11 +95,11 @@ class StateGroup(CacheGroup):
     def _ends_at_snapshot(self, seq: Sequence, hit: Hit) -> bool:
         """Have a hit of these entries end at the longest snapshot after them, if there is any."""
         hit.source, hit.num_copied, hit.snapshot = None, 0, None
-        hit.next_block = parent_serial, tokens = self._pool.next_block(seq, hit.entries)
-        for snapshot in self.snapshots.find(parent_serial, tokens):
+        parent, tokens = self._pool.after(seq, hit.entries)
+        for snapshot in self.snapshots.find(parent, tokens):
             source, num_tail = None, len(snapshot.tail) // 4
             if num_tail and self._copies_blocks:
-                source, num_found = self._pool.copies.find(parent_serial, snapshot.tail)
+                source, num_found = self._pool.copies.find(parent, snapshot.tail)
                 if num_found < num_tail:
                     continue
             hit.source, hit.num_copied, hit.snapshot = source, num_tail, snapshot
@@ -106,7 +109,8 @@ class StateGroup(CacheGroup):
     def _plan(self, seq: Sequence, start: int) -> None:
         """Decide where an admitted sequence leaves states: where others part from it, and before its last token."""
         last = len(seq.token_ids) - 1
-        partings = self.queued[seq.identity].partings(seq.token_ids, start)
+        queued = self.queued.get(seq.identity)
+        partings = queued.partings(seq.token_ids, start) if queued else []
         planned: list[Snapshot] = []  # the last one first
         num_served = 0  # texts that will begin further on
         for (num_tokens, num_texts), before in pairwise([*partings, (start, 0)]):

@@ -13,12 +13,12 @@ anything. So a snapshot is found from the step after that of its text on, and it
 
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
 from nanoinfer.engine.block_pool import BlockPool
-from nanoinfer.engine.cache_groups.partial_hits import CacheEntry
+from nanoinfer.engine.cache_groups.partial_hits import CacheEntry, Parent
 from nanoinfer.engine.cache_groups.queued_prompts import QueuedPrompts
 from nanoinfer.engine.scheduled_batch import StateCopy
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -30,15 +30,14 @@ MAX_COMPARED = 16  # snapshots that are compared before one is evicted
 class Snapshot:
     """The states after the tokens of `text`, kept or still to be computed.
 
-    place: where the states are, or will be, on the device. seq: computes them. parent_serial, tail: once they are kept,
-    the serial number of the entry that they hang under, and the tokens after it (ids as int32). step: the number of the
-    step that computes the states.
+    place: where the states are, or will be, on the device. seq: computes them. parent, tail: once they are kept, what
+    they hang under, and the tokens after it (ids as int32). step: the number of the step that computes the states.
     """
 
     text: "array[int]"
     place: int
     seq: Sequence
-    parent_serial: int = 0
+    parent: Parent = 0
     tail: bytes = b""
     step: int = 0
 
@@ -51,13 +50,13 @@ class StateSnapshots:
     """
 
     def __init__(
-        self, pool: BlockPool, first_place: int, num_places: int, queued: defaultdict[Hashable, QueuedPrompts]
+        self, pool: BlockPool, first_place: int, num_places: int, queued: Mapping[Hashable, QueuedPrompts]
     ) -> None:
         self.num_places = num_places
         self._pool, self._queued = pool, queued
         self._free = list(range(first_place + num_places - 1, first_place - 1, -1))
         self._kept: OrderedDict[Snapshot, None] = OrderedDict()  # the least recently used first
-        self._children: defaultdict[int, dict[bytes, Snapshot]] = defaultdict(dict)  # by the parent's serial, and tail
+        self._children: defaultdict[Parent, dict[bytes, Snapshot]] = defaultdict(dict)  # by parent and tail
         # By length, and by identity and text:
         self._awaited: defaultdict[int, dict[tuple[Hashable, bytes], Snapshot]] = defaultdict(dict)
         self._new: list[Snapshot] = []  # kept since the last step began
@@ -116,23 +115,23 @@ class StateSnapshots:
         self._await_no_more(snapshot)
         self._free.append(snapshot.place)
 
-    def keep(self, snapshot: Snapshot, parent_serial: int, tail: bytes) -> None:
+    def keep(self, snapshot: Snapshot, parent: Parent, tail: bytes) -> None:
         """Keep what the row of its sequence holds after the step that is being scheduled, or was scheduled last."""
         row = snapshot.seq.row
         assert row is not None, f"sequence {snapshot.seq.seq_id} leaves a state and has no row"
-        self._pool.retain((parent_serial,))
-        older = self._children[parent_serial].get(tail)
+        self._pool.retain((parent,))
+        older = self._children[parent].get(tail)
         if older is not None:
             self.drop(older)
-        snapshot.parent_serial, snapshot.tail, snapshot.step = parent_serial, tail, self._step
-        self._children[parent_serial][tail] = snapshot
+        snapshot.parent, snapshot.tail, snapshot.step = parent, tail, self._step
+        self._children[parent][tail] = snapshot
         self._kept[snapshot] = None
         self._new.append(snapshot)
         self._kept_next.append(StateCopy(row, snapshot.place))
 
-    def find(self, parent_serial: int, tokens: bytes) -> Iterator[Snapshot]:
+    def find(self, parent: Parent, tokens: bytes) -> Iterator[Snapshot]:
         """Yield the snapshots that hang under this entry and go on with the first of `tokens`, the longest first."""
-        children = self._children.get(parent_serial)
+        children = self._children.get(parent)
         if children:
             for tail in sorted(filter(tokens.startswith, children), key=len, reverse=True):
                 if children[tail].step < self._step:
@@ -155,13 +154,13 @@ class StateSnapshots:
     def drop(self, snapshot: Snapshot) -> None:
         """Forget a snapshot. Copies that are due are still made, before its place can be written again."""
         del self._kept[snapshot]
-        siblings = self._children[snapshot.parent_serial]
+        siblings = self._children[snapshot.parent]
         del siblings[snapshot.tail]
         if not siblings:
-            del self._children[snapshot.parent_serial]
+            del self._children[snapshot.parent]
         self._await_no_more(snapshot)
         self._free.append(snapshot.place)
-        self._pool.release((snapshot.parent_serial,))
+        self._pool.release((snapshot.parent,))
 
     def drop_children(self, entry: CacheEntry) -> None:
         """Forget the snapshots under an entry that is removed: no lookup can find them any more."""
@@ -185,8 +184,8 @@ class StateSnapshots:
         """Evict the snapshot that saves the least, the least recently used among equals; False if all save more."""
         least: Snapshot | None = None
         for snapshot in islice(self._kept, MAX_COMPARED):
-            num_users = self._queued[snapshot.seq.identity].num_beginning_with(snapshot.text)
-            saves = num_users * len(snapshot.text)
+            queued = self._queued.get(snapshot.seq.identity)
+            saves = queued.num_beginning_with(snapshot.text) * len(snapshot.text) if queued else 0
             if saves < worth:
                 least, worth = snapshot, saves
             if saves == 0:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from nanoinfer.layers.attention.backend import AttentionBackend
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
 
 class Attention(nn.Module):
@@ -30,11 +30,8 @@ class Attention(nn.Module):
 
         sinks: (num_heads,), see `AttentionSpec`.
         """
-        cos_sin_cache, slot_mapping = self.rotary_emb.cos_sin_cache, metadata.slot_mapping
-        interleaved = self.rotary_emb.is_interleaved
-        q, k, v = norm_rope_store(
-            qkv, norm_weights, self.norm_eps, positions, cos_sin_cache, cache, slot_mapping, interleaved
-        )
+        backend, rotary_emb = self.backend, self.rotary_emb
+        q, k, v = backend.rotate_and_store(qkv, norm_weights, self.norm_eps, positions, rotary_emb, cache, metadata)
         if isinstance(metadata, PrefillMetadata):
-            return self.backend.prefill(q, k, v, cache, metadata, sinks)
-        return self.backend.decode(q, cache, metadata, sinks)
+            return backend.prefill(q, k, v, cache, metadata, sinks)
+        return backend.decode(q, cache, metadata, sinks)

@@ -6,9 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
+from nanoinfer.layers.attention.metadata import DecodeMetadata, Metadata, MetadataT, PrefillMetadata
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.ops.decode_attention.spec import decode_attention
-from nanoinfer.ops.kv_cache.spec import LayerCache
+from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store, store_keys_values
 from nanoinfer.ops.prefill_attention.spec import causal_attention, full_attention, gather_context
 
 
@@ -64,6 +65,24 @@ class AttentionBackend(Backend, Protocol):
     """
 
     spec: AttentionSpec
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norm_weights: tuple[Tensor, Tensor] | None,
+        eps: float,
+        positions: Tensor,
+        rotary_emb: RotaryEmbedding,
+        cache: LayerCache,
+        metadata: Metadata,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what `norm_rope_store` does, which says what these are."""
+        table, slots = rotary_emb.cos_sin_cache, metadata.slot_mapping
+        return norm_rope_store(qkv, norm_weights, eps, positions, table, cache, slots, rotary_emb.is_interleaved)
+
+    def store(self, k: Tensor, v: Tensor, cache: LayerCache, metadata: Metadata) -> None:
+        """Write keys and values to the cache: see `store_keys_values`."""
+        store_keys_values(k, v, cache, metadata.slot_mapping)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None

@@ -1,25 +1,53 @@
-"""The backend on a CPU: PyTorch's attention in one call a layer, over keys and values that are gathered at once."""
+"""The backend on a CPU: PyTorch's attention in few calls a layer, and what layers share found out once a step."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.layers.attention.backend import TorchBackend
-from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
-from nanoinfer.ops.decode_attention.cpu import plan_decode, planned_decode_attention
+from nanoinfer.layers.attention.metadata import DecodeMetadata, Metadata, MetadataT, PrefillMetadata
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+from nanoinfer.ops.decode_attention.cpu import NOTHING_READ, DecodePlan, plan_decode, planned_decode_attention
+from nanoinfer.ops.kv_cache.cpu import StorePlan, plan_store, planned_norm_rope_store, planned_store
 from nanoinfer.ops.kv_cache.spec import LayerCache
+
+
+class CpuPlan(NamedTuple):
+    """What the layers of this backend share in a step."""
+
+    writes: StorePlan
+    reads: DecodePlan  # of a decode step; nothing of prefill
 
 
 class CpuBackend(TorchBackend):
     """Computes what TorchBackend does, in fewer operators."""
 
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
-        if isinstance(metadata, PrefillMetadata):
-            return metadata
-        step = metadata.with_a_row_for_each_token()
-        plan = plan_decode(cache, step.block_tables, step.context_lens, self.spec.window)
-        return replace(metadata, plans={**metadata.plans, self.spec: plan})
+        reads = NOTHING_READ
+        if isinstance(metadata, DecodeMetadata):
+            step = metadata.with_a_row_for_each_token()
+            reads = plan_decode(cache, step.block_tables, step.context_lens, self.spec.window)
+        plan = CpuPlan(plan_store(cache, metadata.slot_mapping), reads)
+        return replace(metadata, plans={**metadata.plans, self: plan})
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norm_weights: tuple[Tensor, Tensor] | None,
+        eps: float,
+        positions: Tensor,
+        rotary_emb: RotaryEmbedding,
+        cache: LayerCache,
+        metadata: Metadata,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        table, plan = rotary_emb.cos_sin_cache, self._plan(metadata).writes
+        interleaved = rotary_emb.is_interleaved
+        return planned_norm_rope_store(qkv, norm_weights, eps, positions, table, cache, plan, interleaved)
+
+    def store(self, k: Tensor, v: Tensor, cache: LayerCache, metadata: Metadata) -> None:
+        planned_store(k, v, cache, self._plan(metadata).writes)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
@@ -35,4 +63,10 @@ class CpuBackend(TorchBackend):
         return out.transpose(1, 2).flatten(0, 1)
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
-        return planned_decode_attention(q, cache, metadata.plans[self.spec], self.spec.scale, sinks, self.spec.soft_cap)
+        return planned_decode_attention(
+            q, cache, self._plan(metadata).reads, self.spec.scale, sinks, self.spec.soft_cap
+        )
+
+    def _plan(self, metadata: Metadata) -> CpuPlan:
+        plan: CpuPlan = metadata.plans[self]
+        return plan

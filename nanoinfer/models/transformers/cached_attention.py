@@ -15,7 +15,6 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import AttentionHandler
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.transformers_config import TransformersConfig
-from nanoinfer.ops.kv_cache.spec import store_keys_values
 
 ALONE = TensorParallel()  # these models are whole on each rank
 # (query, key, value, sinks) -> the heads' outputs, each (num_tokens, heads, size).
@@ -39,7 +38,7 @@ class CachedAttention:
             k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))
         q, k = q.to(v.dtype).contiguous(), k.to(v.dtype)
         cache, metadata = step.kv_cache.layer(self._place), step.metadata[self._place.table]
-        store_keys_values(k, v, cache, metadata.slot_mapping)
+        self._backend.store(k, v, cache, metadata)
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
         if isinstance(metadata, PrefillMetadata):
             heads = self._backend.prefill(q, k, v, cache, metadata, sinks)

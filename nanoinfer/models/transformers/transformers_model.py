@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.checkpoint.weights import listed
-from nanoinfer.device import cpu_threads, default_dtype, num_step_threads
+from nanoinfer.device import cpu_threads, default_dtype
 from nanoinfer.distributed.tensor_parallel import VocabShard
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -36,6 +36,7 @@ from nanoinfer.models.transformers.transformers_config import (
     make_config,
     shortened,
 )
+from nanoinfer.step_threads import num_step_threads
 
 logger = logging.getLogger("nanoinfer")
 

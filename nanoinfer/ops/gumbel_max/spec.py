@@ -174,24 +174,23 @@ def _noisy_best(
     logits: Tensor, first_id: int, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return score and id of the winner, (num_rows,) each; `first_id` is a multiple of 4 * GROUP_SIZE."""
-    scores = logits.float()
-    scores = torch.where(scores.isnan(), torch.inf, scores)
-    if not temperatures.is_cuda and not temperatures.any():  # the noise takes most of the time, and counts for nothing
-        best_score, best = scores.max(1)
-        return best_score, first_id + best
-    scores = F.pad(scores, (0, -scores.shape[1] % GROUP_SIZE), value=-torch.inf).unflatten(1, (-1, GROUP_SIZE))
-    peaks = scores.amax(dim=(1, 2), keepdim=True)
-    seeds, positions, temperatures = (column.unsqueeze(1) for column in (seeds, positions.long(), temperatures))
+    scores, num_missing = logits.float(), -logits.shape[1] % GROUP_SIZE
+    if num_missing:
+        scores = F.pad(scores, (0, num_missing), value=-torch.inf)
+    scores = scores.unflatten(1, (-1, GROUP_SIZE))
+    peaks = scores.amax(dim=(1, 2), keepdim=True)  # NaN if one of them is
+    seeds, positions, temperatures = seeds.unsqueeze(1), positions.long().unsqueeze(1), temperatures.unsqueeze(1)
     zero = torch.zeros_like(positions)
     # Groups race: exp(noisy score / temperature) is weights over an exponential. One Philox call serves four groups.
-    weights = ((scores - peaks) / temperatures.unsqueeze(2)).exp().sum(2)  # (num_rows, num_groups)
+    # In place where it can be: to a CPU, new memory costs more than the arithmetic.
+    weights = (scores - peaks).div_(temperatures.unsqueeze(2)).exp_().sum(2)  # (num_rows, num_groups)
     counters = first_id // (4 * GROUP_SIZE) + torch.arange(-(-weights.shape[1] // 4), device=logits.device)
     bits = torch.stack(philox(seeds, counters, positions, zero), dim=-1).flatten(1)[:, : weights.shape[1]]
     race = torch.where(temperatures > 0, weights / exponential(bits), scores.amax(2))
     fastest, group = race.max(1, keepdim=True)
     peaks = peaks.squeeze(2)
     noisy = torch.where(temperatures > 0, peaks + temperatures * fastest.log(), fastest)
-    best_score = torch.where(peaks.isfinite(), noisy, peaks)
+    best_score = torch.where(peaks.isfinite(), noisy, torch.where(peaks.isnan(), torch.inf, peaks))
     ids = group * GROUP_SIZE + torch.arange(GROUP_SIZE, device=logits.device)  # (num_rows, GROUP_SIZE)
     noise = -exponential(philox(seeds, first_id + ids, positions, zero + 1)[0]).log()
     scores = scores.take_along_dim(group.unsqueeze(2), dim=1).squeeze(1) + temperatures * noise

@@ -1,4 +1,4 @@
-"""What a step finds beside tokens, on its way to the requests that want it."""
+"""What a step computes for requests beside their tokens: log-probabilities, hidden states, pooled vectors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from nanoinfer.engine.hidden_states_request import ChunkStates
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs, token_logprobs
 
 
-class Found(ABC):
-    """Holds what a step has found: log-probabilities here, hidden states in `hidden_states_request.py`."""
+class SideOutput(ABC):
+    """Brings something of a step to the requests that want it. `runner/` and `sampling/` make it."""
 
-    def launched(self, batch: Any) -> None:  # noqa: B027 (most kinds have nothing to do here)
-        """Hand over what users take on the device, as soon as the step is launched. batch: its ScheduledBatch."""
+    def launched(self, batch: ScheduledBatch) -> None:  # noqa: B027 (most kinds have nothing to do here)
+        """Hand over what users take on the device, as soon as the step is launched."""
 
     @abstractmethod
-    def collected(self, batch: Any, requests: Mapping[int, Any], wanted: list[bool]) -> None:
+    def collected(self, batch: ScheduledBatch, requests: Mapping[int, Any], wanted: list[bool]) -> None:
         """Give it to the requests, once it has come to the host.
 
         requests: a Request by id; dropped ones are missing. wanted: for each of the step's tokens, whether its sequence
@@ -25,7 +27,7 @@ class Found(ABC):
 
 
 @dataclass(slots=True)
-class SampleLogprobs(Found):
+class SampleLogprobs(SideOutput):
     """Log-probabilities of drawn tokens.
 
     batch_indices: which of the step's tokens. logprobs: `LogprobsTensors`. num_tokens: how many tokens of each sequence
@@ -37,17 +39,17 @@ class SampleLogprobs(Found):
     num_tokens: int = 1
     positions: list[Any] | None = None
 
-    def collected(self, batch: Any, requests: Mapping[int, Any], wanted: list[bool]) -> None:
+    def collected(self, batch: ScheduledBatch, requests: Mapping[int, Any], wanted: list[bool]) -> None:
         if self.positions is None:
             self.positions = self.logprobs.to_positions()
-        for batch_idx, entry in zip(self.batch_indices, self.positions, strict=True):
+        for batch_idx, (rank, token_ids, logprobs) in zip(self.batch_indices, self.positions, strict=True):
             seq = batch.sampled[batch_idx // self.num_tokens]
             params = seq.sampling_params
             num_others = params.num_logprobs
             if not wanted[batch_idx] or num_others is None or seq.finish_reason == "error":
                 continue
             completion = requests[seq.request_id].completions[seq.sample]
-            rank, token_ids, logprobs = entry[0], entry[1][: 1 + num_others], entry[2][: 1 + num_others]
+            token_ids, logprobs = token_ids[: 1 + num_others], logprobs[: 1 + num_others]
             ranks = [NO_RANK] * num_others if params.logprob_token_ids else range(1, 1 + num_others)
             texts = completion.text().of_tokens
             decoded = texts.add_first(token_ids) if texts else repeat(None, len(token_ids))
@@ -67,13 +69,13 @@ class PromptSpan(NamedTuple):
 
 
 @dataclass(slots=True)
-class SpanLogprobs(Found):
+class SpanLogprobs(SideOutput):
     """Log-probabilities of prompts' tokens, all spans end to end. logprobs: `LogprobsTensors`."""
 
     spans: list[PromptSpan]
     logprobs: Any
 
-    def collected(self, batch: Any, requests: Mapping[int, Any], wanted: list[bool]) -> None:
+    def collected(self, batch: ScheduledBatch, requests: Mapping[int, Any], wanted: list[bool]) -> None:
         arrays, offset = [part.numpy() for part in self.logprobs], 0
         for chunk, start, length in self.spans:
             ranks, token_ids, logprobs = (part[offset : offset + length] for part in arrays)
@@ -85,3 +87,42 @@ class SpanLogprobs(Found):
             seq = request.completions[0].seq
             if start + length == seq.num_prompt_tokens:
                 seq.prompt_logprobs_start = None  # all have come: a recomputed prompt does not need them again
+
+
+@dataclass(slots=True)
+class HiddenStates(SideOutput):
+    """The hidden states of a step's prompts, or what pooling made of each of their tokens."""
+
+    parts: list[ChunkStates]
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        for part in self.parts:
+            request = batch.prefill[part.chunk].seq.hidden_states_request
+            if part.layer is not None and request is not None and request.take is not None:
+                request.take(part.layer, part.start, part.values)
+
+    def collected(self, batch: ScheduledBatch, *unused: object) -> None:
+        for part in self.parts:
+            request = batch.prefill[part.chunk].seq.hidden_states_request
+            if request is not None and part.layer is None:
+                request.add(part)
+            elif request is not None and request.take is None:
+                request.add(part._replace(values=part.values.clone()))  # the memory that they came in is wanted again
+        for seq, start, length, _ in batch.prefill:
+            request = seq.hidden_states_request
+            if request is not None and not request.pools and start + length >= seq.num_prompt_tokens:
+                seq.hidden_states_request = None  # all have come: a recomputed prompt does not need them again
+
+
+@dataclass(slots=True)
+class PooledVectors(SideOutput):
+    """What pooling has made of the prompts that a step completes, a vector of each. chunks: which of the step's."""
+
+    chunks: list[int]
+    values: Any  # (num_chunks, size), a tensor on the host
+
+    def collected(self, batch: ScheduledBatch, *unused: object) -> None:
+        for place, chunk in enumerate(self.chunks):
+            request = batch.prefill[chunk].seq.hidden_states_request
+            if request is not None:
+                request.add(ChunkStates(chunk, None, 0, self.values[place : place + 1]))

@@ -1,7 +1,8 @@
-"""The log-probabilities of a request's prompt: arrays, which become dicts when somebody looks at them."""
+"""The log-probabilities of a request's prompt and completions, as its user gets them."""
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.outputs import TokenLogprobs, shown
 from nanoinfer.text.completion_text import TokenTexts
+from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
@@ -37,6 +40,15 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         self.token_ids = np.zeros((num_tokens, 1 + num_best), np.int32)
         self.logprobs = np.full((num_tokens, 1 + num_best), np.nan, np.float32)
         self._dicts: list[TokenLogprobs | None] | None = None
+
+    @classmethod
+    def of(cls, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> "PromptLogprobs | None":
+        """Return an empty one for a request; None where it wants no log-probabilities of its prompt."""
+        params, token_ids = prepared.sampling_params, prepared.token_ids
+        if params.prompt_logprobs is None:
+            return None
+        new_texts = prompt_texts(tokenizer, params, prepared.prompt, token_ids)
+        return cls(len(token_ids), params.prompt_logprobs, new_texts, params.flat_logprobs)
 
     def fill(self, start: int, ranks: NDArray[Any], token_ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
         """Enter what is known of the positions from `start` on; there may be more of the likeliest than are wanted."""
@@ -91,3 +103,17 @@ def logprobs_of_tokens(logprobs: list[TokenLogprobs] | FlatLogprobs, token_ids: 
     if isinstance(logprobs, FlatLogprobs):
         return logprobs.of_tokens()
     return [entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True)]
+
+
+def end_text(logprobs: list[TokenLogprobs] | FlatLogprobs, texts: TokenTexts | None) -> None:
+    """Give the last token of a completion that has ended the half character that its text may end with."""
+    if not logprobs or texts is None:
+        return
+    if isinstance(logprobs, FlatLogprobs):
+        place = logprobs.start_indices[-1]
+        logprobs.decoded_tokens[place] = texts.end(logprobs.token_ids[place], logprobs.decoded_tokens[place] or "")
+    else:
+        token_id, entry = next(iter(logprobs[-1].items()))
+        text = texts.end(token_id, entry.decoded_token or "")
+        # A stream may have handed the old dict out.
+        logprobs[-1] = {**logprobs[-1], token_id: replace(entry, decoded_token=text)}

@@ -1,0 +1,112 @@
+"""How many threads steps have on a CPU, and in which dtype."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer import device, step_threads
+from nanoinfer.device import select_dtype
+from nanoinfer.step_threads import fastest_num_threads, num_step_threads
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def model_of(*shapes: tuple[int, ...]) -> Any:
+    """A model of these parameters, which take no memory."""
+    params = [torch.zeros(1).expand(shape) for shape in shapes]
+    return SimpleNamespace(parameters=lambda: params)
+
+
+LARGE = model_of((40_000, 512), (4096, 512), (4096, 512), (4096, 512), *[(4096, 512)] * 10)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was measured, on a machine of 8 cores where 2 threads are the fastest."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(step_threads, "fastest_num_threads", lambda *args: calls.append(args) or 2)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    return calls
+
+
+def test_the_product_that_most_weights_are_of_is_measured(measured: list[tuple[Any, ...]]) -> None:
+    assert num_step_threads(LARGE, CPU) == 2
+    assert measured == [(4096, 512, torch.float32, 8)]
+    assert num_step_threads(LARGE, CUDA) is None
+
+
+def test_small_models_have_one_thread(measured: list[tuple[Any, ...]]) -> None:
+    assert num_step_threads(model_of((4096, 512)), CPU) == 1
+    assert not measured
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_a_number_that_the_user_sets_for_the_process_stays(
+    measured: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "8")
+    assert num_step_threads(LARGE, CPU) is None
+    assert not measured
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(8, 2), (4, 2), (3, None), (6, None), (1, None)])
+def test_a_number_that_the_user_sets_in_pytorch_stays(
+    measured: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, threads: int, expected: int | None
+) -> None:
+    """PyTorch itself takes all 8 cores or, where two share their arithmetic, 4."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert num_step_threads(LARGE, CPU) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({64: 1.0, 32: 0.8, 16: 0.5, 8: 0.6}, 16),
+        ({64: 1.0, 32: 0.95, 16: 0.9, 8: 0.9}, 64),  # too little to be no noise
+        ({2: 1.0, 1: 0.5}, 1),
+        ({3: 1.0, 1: 2.0}, 3),
+    ],
+)
+def test_fewer_threads_are_taken_where_they_are_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], expected: int
+) -> None:
+    now, threads = 0.0, 1
+
+    def set_num_threads(count: int) -> None:
+        nonlocal threads
+        threads = count
+
+    def linear(*_: Any) -> None:
+        nonlocal now
+        now += seconds[threads] * 1e-3
+
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
+    monkeypatch.setattr(step_threads.F, "linear", linear)
+    monkeypatch.setattr(step_threads.time, "perf_counter", lambda: now)
+    assert fastest_num_threads.__wrapped__(8, 8, torch.float32, max(seconds)) == expected
+
+
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_auto_is_bfloat16_on_a_cpu_that_multiplies_it_where_weights_have_it_and_are_many(
+    multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: multiplies)
+    large, small = device.MIN_BFLOAT16_WEIGHTS, device.MIN_BFLOAT16_WEIGHTS - 1
+    fast = torch.bfloat16 if multiplies else torch.float32
+    assert select_dtype("auto", "bfloat16", large, CPU) == fast
+    assert select_dtype("auto", "bfloat16", small, CPU) == torch.float32
+    assert select_dtype("auto", "float16", large, CPU) == torch.float32
+    assert select_dtype("auto", "float32", large, CPU) == torch.float32
+    assert select_dtype("float32", "bfloat16", large, CPU) == torch.float32
+    assert select_dtype("bfloat16", "float32", small, CPU) == torch.bfloat16
+    assert select_dtype("auto", "float16", small, CUDA) == torch.float16
+
+
+def test_this_cpu_says_whether_it_multiplies_bfloat16() -> None:
+    assert device.cpu_multiplies_bfloat16() in (False, True)
