@@ -39,9 +39,10 @@ def llm() -> Iterator[LLM]:
 
 def writing(text: str, **options: Any) -> SamplingParams:
     """Return sampling parameters with which the model writes a text, whatever it is."""
-    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": text}}
-    form = StructuredOutputsParams(structural_tag=tag)
-    return SamplingParams(temperature=0, max_tokens=200, structured_outputs=form, **options)
+    form = {"type": "const_string", "value": text}
+    tag = {"type": "structural_tag", "format": form, "includes_thought": True}
+    wanted = StructuredOutputsParams(structural_tag=tag)
+    return SamplingParams(temperature=0, max_tokens=200, structured_outputs=wanted, **options)
 
 
 def ask(llm: LLM, params: SamplingParams, messages: list[Any] = QUESTION, **options: Any) -> RequestOutput:
