@@ -17,7 +17,6 @@ from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.outputs import RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
-from nanoinfer.responses.reader import ResponseReader
 from nanoinfer.text.arguments import (
     OnError,
     OnFinish,
@@ -30,6 +29,7 @@ from nanoinfer.text.arguments import (
     one_for_each,
 )
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.response_reader import ResponseReader
 
 Prepare = Callable[[], list[PreparedRequest]]
 

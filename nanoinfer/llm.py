@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options, showing_options_of
-from nanoinfer.control.llm_methods import ControlMethods
+from nanoinfer.control.weight_methods import ControlMethods
 from nanoinfer.engine.engine import Action, Engine, StepCallback
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
@@ -30,7 +30,6 @@ from nanoinfer.pooling_calls.hidden_states import (
 from nanoinfer.pooling_calls.llm_methods import PoolingMethods
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.start_replicas import load_replicas
-from nanoinfer.responses.reader import ResponseReader
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scoring import Pairs, check_scores
 from nanoinfer.text.arguments import (
@@ -48,6 +47,7 @@ from nanoinfer.text.arguments import (
 )
 from nanoinfer.text.chat import Conversation, Conversations
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.response_reader import ResponseReader
 from nanoinfer.vllm_names import with_vllm_names
 
 import_seconds.end()

@@ -25,7 +25,7 @@ EVERYBODY = {
     "metrics",
     "flat_logprobs",
     "structured_outputs",
-    "responses.families",
+    "responses",
     "option_fields",
     "sampling_params",
     "pooling_params",
@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "before_torch": set(),
     "errors": set(),
     "vllm_names": {"errors"},
-    "config": {"errors", "vllm_names", "structured_outputs", "responses.families"},
+    "config": {"errors", "vllm_names", "structured_outputs", "responses"},
     "device": {"errors"},
     "step_threads": {"device"},
     "garbage": set(),
@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pooling_outputs": {"outputs"},
     "token_ids": set(),
     "checkpoint": {"errors", "config", "device"},
-    "responses": {"errors", "outputs", "text"},
+    "responses": {"errors", "sampling_params", "structured_outputs"},
     "text": EVERYBODY,
     "constraints": PLANNERS | {"text", "progress", "engine.token_masks", "engine.stopping"},
     "engine": PLANNERS | {"text"},
@@ -78,15 +78,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scoring": EVERYBODY | {"text", "engine.request_logprobs", "engine.preparer"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
-    "aio": EVERYBODY | {"engine", "text", "progress", "responses"},
+    "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"control.llm_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
-    | {"before_torch", "pooling_calls", "responses"},
-    "__init__": EVERYBODY | {"llm", "responses"},
-    "batch": EVERYBODY | {"responses", "llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
+    | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
+    | {"before_torch", "pooling_calls"},
+    "__init__": EVERYBODY | {"llm"},
+    "batch": EVERYBODY | {"llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
     "bench": EVERYBODY
     | {
         *nanoinfer.__all__,

@@ -34,9 +34,9 @@ from nanoinfer.garbage import rare_collections
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
-from nanoinfer.responses.reader import ResponseReader
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.response_reader import ResponseReader
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM  # which imports PyTorch; a wrong input is noticed without

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanoinfer.responses.arguments import DECODER, json_end, json_members, skip_space, types_of
+from nanoinfer.responses.typed_arguments import DECODER, json_end, json_members, skip_space, types_of
 
 Form = dict[str, Any]  # a format of a structural tag
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.responses.arguments import arguments_text, dump
 from nanoinfer.responses.calls import Call
 from nanoinfer.responses.families import Family, family_named, family_of
 from nanoinfer.responses.splitter import HarmonySplitter, Part, Splitter, TagSplitter
+from nanoinfer.responses.typed_arguments import arguments_text, dump
 
 Message = dict[str, Any]
 Template = Family | dict[str, Any]

@@ -6,9 +6,9 @@ The parts tile the text, so nothing is lost: whatever cannot be read as a tool c
 import re
 from typing import Literal, NamedTuple
 
-from nanoinfer.responses.arguments import json_end, skip_space
 from nanoinfer.responses.calls import Call, CallFormat
 from nanoinfer.responses.families import Family
+from nanoinfer.responses.typed_arguments import json_end, skip_space
 
 Part = Literal["reasoning", "content", "tool_calls"]
 MAX_ENDS = 16  # that a call may have within a text, to be read before all has come

@@ -62,7 +62,7 @@ def test_a_message_has_thought_content_and_typed_calls_apart_and_is_made_when_it
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    monkeypatch.setattr("nanoinfer.responses.reader.message_of", lambda *given: made.append(given) or {"role": "a"})
+    monkeypatch.setattr("nanoinfer.text.response_reader.message_of", lambda *given: made.append(given) or {"role": "a"})
     unread = ask(llm, writing(THOUGHT), tools=TOOLS)
     assert made == []
     assert unread.message is unread.message

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from nanoinfer import RequestError
-from nanoinfer.responses.arguments import arguments_text
 from nanoinfer.responses.families import ALL, family_named
 from nanoinfer.responses.parse import begin, parse_response, schemas_of
+from nanoinfer.responses.typed_arguments import arguments_text
 from tests.responses.cases import CASES, TOOLS
 
 
