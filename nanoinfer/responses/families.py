@@ -53,7 +53,7 @@ class Family:
 
 QWEN3 = Family(
     name="qwen3",
-    turn_starts=("<|im_start|>assistant\n",),
+    turn_starts=("<|im_start|>assistant",),
     turn_ends=("<|im_end|>", "<|endoftext|>"),
     reasoning_start="<think>",
     reasoning_end="</think>",
