@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.errors import ConfigError, RequestError, find_similar
-from nanoinfer.responses.calls import (
+from nanoinfer.responses.call_formats import (
     DEEPSEEK_CALLS,
     GLM_CALLS,
     MINIMAX_CALLS,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.responses.calls import Call
+from nanoinfer.responses.call_formats import Call
 from nanoinfer.responses.families import Family, family_named, family_of
 from nanoinfer.responses.splitter import HarmonySplitter, Part, Splitter, TagSplitter
 from nanoinfer.responses.typed_arguments import arguments_text, dump

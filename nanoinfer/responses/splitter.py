@@ -6,7 +6,7 @@ The parts tile the text, so nothing is lost: whatever cannot be read as a tool c
 import re
 from typing import Literal, NamedTuple
 
-from nanoinfer.responses.calls import Call, CallFormat
+from nanoinfer.responses.call_formats import Call, CallFormat
 from nanoinfer.responses.families import Family
 from nanoinfer.responses.typed_arguments import json_end, skip_space
 

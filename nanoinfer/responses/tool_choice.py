@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoinfer.errors import RequestError
-from nanoinfer.responses.calls import Form, write_json
+from nanoinfer.responses.call_formats import Form, write_json
 from nanoinfer.responses.families import Family
 from nanoinfer.responses.parse import Template, schemas_of
 from nanoinfer.sampling_params import SamplingParams
