@@ -2,7 +2,7 @@
 
     from nanoinfer import LLM, SamplingParams
 
-Importing the package costs little: PyTorch is imported with `LLM`, when it is first asked for.
+Importing the package costs little: PyTorch is imported with `LLM`, when that is first asked for.
 """
 
 from pathlib import Path
@@ -29,6 +29,7 @@ from nanoinfer.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
+    from nanoinfer.responses.parse import parse_response
 
 __version__ = "0.2.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "StreamChunk",
     "StructuredOutputsParams",
     "WorkerError",
+    "parse_response",
     "tiny_model_path",
 ]
 
@@ -73,4 +75,8 @@ def __getattr__(name: str) -> Any:
         from nanoinfer.llm import LLM
 
         return LLM
+    if name == "parse_response":
+        from nanoinfer.responses.parse import parse_response
+
+        return parse_response
     raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")

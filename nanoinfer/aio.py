@@ -29,6 +29,7 @@ from nanoinfer.text.arguments import (
     one_for_each,
 )
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.response_reader import ResponseReader
 
 Prepare = Callable[[], list[PreparedRequest]]
 
@@ -61,8 +62,8 @@ class AsyncCall:
 class AsyncCalls:
     """Serves the calls of tasks, and runs steps of a queue in a thread of its own while there are any."""
 
-    def __init__(self, queue: RequestQueue, preparer: Preparer) -> None:
-        self._queue, self._preparer = queue, preparer
+    def __init__(self, queue: RequestQueue, preparer: Preparer, response_reader: ResponseReader) -> None:
+        self._queue, self._preparer, self._response_reader = queue, preparer, response_reader
         self._lock = threading.Lock()  # guards the two below
         self._new: list[AsyncCall] = []
         self._is_running = False
@@ -95,11 +96,13 @@ class AsyncCalls:
         self, prompts: Prompts, sampling_params: Params, scope: ExitStack
     ) -> AsyncGenerator[StreamChunk, None]:
         prompts = as_list_of_prompts(prompts)
+        prepared: list[PreparedRequest] = []
+        with_part = self._response_reader.telling_parts(prepared)
 
         def prepare() -> list[PreparedRequest]:
-            requests = self._preparer.prepare(prompts, sampling_params)
-            check_streamable([request.sampling_params for request in requests])
-            return requests
+            prepared.extend(self._preparer.prepare(prompts, sampling_params))
+            check_streamable([request.sampling_params for request in prepared])
+            return prepared
 
         call = AsyncCall(await _with_grammars(prepare, sampling_params, len(prompts)), is_stream=True)
         is_done = False
@@ -108,7 +111,7 @@ class AsyncCalls:
             while not is_done:
                 is_done = await call.news()
                 while call.inbox.chunks:
-                    yield call.inbox.chunks.popleft()
+                    yield with_part(call.inbox.chunks.popleft())
 
     @contextmanager
     def _served(self, call: AsyncCall) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls, AsyncMethods
 from nanoinfer.config import EngineConfig, describe_options, showing_options_of
+from nanoinfer.control.weight_methods import ControlMethods
 from nanoinfer.engine.engine import Action, Engine, StepCallback
 from nanoinfer.engine.preparer import Portions
 from nanoinfer.engine.request_queue import Inbox
@@ -46,13 +47,14 @@ from nanoinfer.text.arguments import (
 )
 from nanoinfer.text.chat import Conversation, Conversations
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.response_reader import ResponseReader
 from nanoinfer.vllm_names import with_vllm_names
 
 import_seconds.end()
 
 
 @with_vllm_names
-class LLM(PoolingMethods, AsyncMethods):
+class LLM(PoolingMethods, ControlMethods, AsyncMethods):
     """A language model, loaded and ready.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
@@ -85,7 +87,8 @@ class LLM(PoolingMethods, AsyncMethods):
         self._states_reader = HiddenStatesReader(files.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
         self._control = loaded.control
-        self._async_calls = AsyncCalls(self.queue, self.preparer)
+        self._response_reader = ResponseReader(self.config.response_template, self.preparer.prompt_processor)
+        self._async_calls = AsyncCalls(self.queue, self.preparer, self._response_reader)
         self._write_trace = loaded.start_trace(self.config.trace, repr(self)) if self.config.trace else None
         loaded.log_start(repr(self), import_seconds.take(), time.perf_counter() - started)
 
@@ -168,6 +171,7 @@ class LLM(PoolingMethods, AsyncMethods):
         use_tqdm: bool = True,
         *,
         tools: Sequence[Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -184,11 +188,13 @@ class LLM(PoolingMethods, AsyncMethods):
 
         messages: a list of {"role": ..., "content": ...}, or a list or a column of such lists.
         tools: functions, or their JSON schemas, that the model is told of.
+        tool_choice: "required" has answers call tools, {"type": "function", "function": {"name": ...}} that one.
         add_generation_prompt: end with the beginning of an answer.
         continue_final_message: with add_generation_prompt=False, go on with the last message instead.
         chat_template: in place of the tokenizer's own.
         chat_template_kwargs: what else the template understands, such as {"enable_thinking": False}.
 
+        `output.message` is the answer as {"role", "content", "reasoning", "tool_calls"}, for the next call's messages.
         The rest is as in `generate`, and so are the errors; RequestError also for a message without role or content,
         and where there is no tokenizer or no template.
         """
@@ -203,7 +209,7 @@ class LLM(PoolingMethods, AsyncMethods):
         }
         portions = self.preparer.prepare_chats(
             messages,
-            sampling_params,
+            self._response_reader.with_tool_choice(sampling_params, tools, tool_choice),
             template_options,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
@@ -211,7 +217,7 @@ class LLM(PoolingMethods, AsyncMethods):
             on_error=on_error,
             at_once=wanted is not None or on_finish is not None,
         )
-        return self._complete(portions, use_tqdm, on_finish, wanted)
+        return self._complete(portions, use_tqdm, self._response_reader.reading(tools, on_finish), wanted)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
         """Complete one prompt or many, and yield what is new of each as its tokens come.
@@ -266,13 +272,13 @@ class LLM(PoolingMethods, AsyncMethods):
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
         template_options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         requests = self.preparer.prepare_chat(messages, sampling_params, template_options, priority=[priority])
-        return self.queue.add_requests(requests, self._inbox)[0]
+        return self._response_reader.expect(self.queue.add_requests(requests, self._inbox)[0], tools)
 
     def step(self) -> list[RequestOutput]:
         """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""
         if not self._inbox.outputs:
             self.queue.step()
-        return self.queue.collect(self._inbox)
+        return self._response_reader.read_expected(self.queue.collect(self._inbox))
 
     def is_finished(self) -> bool:
         """Return whether no request is left, those of other calls included, and `step` has nothing more to return."""
@@ -312,35 +318,6 @@ class LLM(PoolingMethods, AsyncMethods):
         it raises ends the call that ran the step. Raises RequestError for what cannot be called.
         """
         return self.engine.on_step(callback)
-
-    def update_weights(self, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Copy new weights into the model in place, on all ranks, and forget every cached prefix.
-
-        named_tensors: a dict or an iterable of the checkpoint's names and whole tensors, on any device; all or some.
-        Raises ModelError, with close names, for a tensor that does not fit, and for what is no pair. Nothing of a dict
-        is copied then; of an iterable, the tensors before it stay. Raises EngineStateError while requests are
-        unfinished, or the weights sleep.
-        """
-        self._weights = time.time_ns()  # those of no folder, even if some cannot be copied
-        self._control.update_weights(named_tensors)
-
-    load_weights = update_weights  # what trainers call on vLLM's models
-
-    def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until `wake_up`; calls that need the model raise EngineStateError meanwhile.
-
-        level: 1 keeps the weights in host memory; 2 drops them, to be given to `update_weights` after `wake_up`. Raises
-        EngineStateError while requests are unfinished.
-        """
-        self._control.sleep(level)
-
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Take the memory again. Raises ConfigError where it is not free; the engine sleeps on then, if on one GPU.
-
-        tags: ["weights"], then ["kv_cache"], to take it in two parts, with `update_weights` between them; None is both.
-        Raises ConfigError for other tags, EngineStateError for the cache before the weights.
-        """
-        self._control.wake_up(tags)
 
     @property
     def tokenizer(self) -> Any:
@@ -401,12 +378,12 @@ class LLM(PoolingMethods, AsyncMethods):
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
         """Run these requests and yield their chunks; those that are left early are aborted by a later step."""
-        inbox = Inbox(is_stream=True)
+        inbox, with_part = Inbox(is_stream=True), self._response_reader.telling_parts(requests)
         try:
             self.queue.add_requests(requests, inbox)
             while not inbox.is_complete or inbox.chunks:  # in this order: another thread's step may bring the last ones
                 if inbox.chunks:
-                    yield inbox.chunks.popleft()
+                    yield with_part(inbox.chunks.popleft())
                 else:
                     self.queue.step()
         finally:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsIndex, TypeVar, cast, overload
 
 if TYPE_CHECKING:  # importing the package is to cost little
     from numpy.typing import NDArray
@@ -58,6 +58,37 @@ def html_table(rows: Iterable[Sequence[str]]) -> str:
     return f'<table class="tex2jax_ignore mathjax_ignore">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
 
 
+class MadeLater:
+    """A base of dataclasses with slots: holds what is made of an object when it is first asked for.
+
+    It is no field, so tables, comparisons and `replace` do not see it. Pickled objects have it ready.
+    """
+
+    __slots__ = ("_made",)
+
+    def _make(self) -> Any:
+        made = getattr(self, "_made", None)
+        if callable(made):
+            made = made(self)
+            object.__setattr__(self, "_made", made)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        me = cast(Any, self)
+        return _restore, (type(me), {found.name: getattr(me, found.name) for found in fields(me)}, self._make())
+
+
+def _restore(cls: Any, values: Mapping[str, Any], made: Any) -> Any:
+    """Return an object as it was pickled."""
+    return make_later(cls(**values), made)
+
+
+def make_later(item: Any, make: Any) -> Any:
+    """Have an object make what it holds by calling `make` with itself; return the object."""
+    object.__setattr__(item, "_made", make)
+    return item
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """Says how likely one token is at one place, in the distribution that `logprobs_mode` of the LLM names.
@@ -81,7 +112,7 @@ TokenLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(MadeLater):
     """Holds one completion of a prompt.
 
     index: which of the request's completions this is, from 0.
@@ -114,9 +145,20 @@ class CompletionOutput:
 
     __repr__ = short_repr
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return the completion as a message: {"role", "content", "reasoning", "tool_calls"}.
+
+        `chat` has it split when it is first asked for, as `nanoinfer.parse_response` says. Of other calls, content is
+        the whole text.
+        """
+        made: dict[str, Any] | None = self._make()
+        plain = {"role": "assistant", "content": self.text, "reasoning": None, "tool_calls": None}
+        return plain if made is None else made
+
 
 @dataclass(frozen=True, slots=True)
-class StreamChunk:
+class StreamChunk(MadeLater):
     """Holds what is new of one prompt's completion.
 
     index: which of the prompts of the `stream`, from 0. text: what is certain now and was not before; "" while it may
@@ -135,6 +177,15 @@ class StreamChunk:
     request_id: int = field(kw_only=True)
 
     __repr__ = short_repr
+
+    @property
+    def part(self) -> Literal["reasoning", "content", "tool_calls"] | None:
+        """Return the part of the answer that these tokens end in, as far as it can be told yet.
+
+        None for tokens that only mark where parts begin and end, and for models of which no family is known.
+        """
+        part: Literal["reasoning", "content", "tool_calls"] | None = self._make()
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +267,11 @@ class RequestOutput:
         set_field(self, "num_generated_tokens", len(first.token_ids))
 
     __repr__ = short_repr
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return the first completion as a message: {"role", "content", "reasoning", "tool_calls"}."""
+        return self.outputs[0].message
 
     @property
     def finished(self) -> bool:

@@ -42,7 +42,7 @@ class StructuredOutputsParams:
     json_object: True for any JSON object.
     structural_tag: free text with parts that follow a schema, as text or a dict, in either of vLLM's two formats:
         {"structures": [{"begin", "schema", "end"}], "triggers": [...]} or {"type": "structural_tag", "format": ...}.
-        Kept as text.
+        Kept as text. With "includes_thought": true in it, it is the form of a thought and the answer after it together.
 
     disable_any_whitespace: write JSON without white space between its parts.
     disable_additional_properties: no properties but those that the schema names, except where it says otherwise.
@@ -96,6 +96,11 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """Return which of KINDS it is."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def includes_thought(self) -> bool:
+        """Return whether it holds from the first token on, also where a thought comes before the answer."""
+        return '"includes_thought": true' in str(self.structural_tag)
 
     def __str__(self) -> str:
         return f"structured_outputs {self.kind}={shorten(getattr(self, self.kind))}"

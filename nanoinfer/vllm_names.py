@@ -117,12 +117,12 @@ LINE_NAMES: Foreigners = {
     "echo": only(False, why="only prompts of /v1/completions come back"),
     "function_call": only("auto", "none", why="functions are given as tools"),
     "functions": only(why="give them as tools"),
-    "include_reasoning": only(True, why="answers are written as the model gives them"),
+    "include_reasoning": only(True, why="nothing of an answer is left out; --response-template has thoughts apart"),
     "logits_processors": only(why="a file has no functions; use logit_bias, or generate of LLM"),
     "modalities": only(["text"], why="answers are texts"),
     "moderation": only(why="nothing is moderated"),
     "parallel_tool_calls": only(
-        True, why="tool calls are text as the model writes it, and their number is not limited"
+        True, why="tool calls are as many as the model writes; tool_choice that names a function has one"
     ),
     "priority": only(0, why="lines are asked in the order of the file"),
     "reasoning_effort": only(
@@ -138,8 +138,8 @@ LINE_NAMES: Foreigners = {
     "suffix": only(why="write the model's own tokens for a gap into the prompt"),
     "tool_choice": only(
         "auto",
-        why="the model decides what it calls; leave tools out to have none called, or use structured_outputs with the "
-        "form of the call",
+        why="the model decides what it calls; leave tools out to have none called, and give tools to have one of them "
+        "called",
     ),
     "truncate_prompt_tokens": only(why="no prompt is cut; shorten it"),
     "verbosity": only("medium", why="ask for it in a message"),

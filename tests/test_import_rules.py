@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "before_torch": set(),
     "errors": set(),
     "vllm_names": {"errors"},
-    "config": {"errors", "vllm_names", "structured_outputs", "responses.families"},
+    "config": {"errors", "vllm_names", "structured_outputs", "responses"},
     "device": {"errors"},
     "step_threads": {"device"},
     "garbage": set(),
@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pooling_outputs": {"outputs"},
     "token_ids": set(),
     "checkpoint": {"errors", "config", "device"},
-    "responses": {"errors"},
+    "responses": {"errors", "sampling_params", "structured_outputs"},
     "text": EVERYBODY,
     "constraints": PLANNERS | {"text", "progress", "engine.token_masks", "engine.stopping"},
     "engine": PLANNERS | {"text"},
@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
-    | {"control.step_events", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
+    | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
     | {"before_torch", "pooling_calls"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},

@@ -20,6 +20,7 @@ from nanoinfer.batch.job_files import BatchOutput, Line, Settings, read_lines
 from nanoinfer.batch.openai_format import (
     CHAT_OPTIONS,
     SAMPLING_FIELDS,
+    TOOL_CHOICE,
     embeddings_body,
     params_to_echo,
     parse_body,
@@ -35,6 +36,7 @@ from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.prompts import PreparedRequest
+from nanoinfer.text.response_reader import ResponseReader
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM  # which imports PyTorch; a wrong input is noticed without
@@ -196,6 +198,7 @@ class Job:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._queue, self._preparer, self._inbox = llm.queue, llm.preparer, Inbox()
+        self._response_reader = ResponseReader(llm.config.response_template, llm.preparer.prompt_processor)
         self.asked: dict[int, Asked] = {}  # by request id
         self._window = self._queue.capacity
         self._ahead: list[Question] = []
@@ -249,6 +252,8 @@ class Job:
             custom_id = content.pop("custom_id", None) or custom_id
             body = parse_body(content)
             params = replace(self._base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
+            if TOOL_CHOICE in body:
+                params = self._response_reader.with_tool_choice(params, body["tools"], body[TOOL_CHOICE])
             if (num_prompts := len(body.get("prompt", body.get("input", ())))) * params.n > MAX_CHOICES:
                 what = f"{num_prompts} prompts with n={params.n}"
                 raise RequestError(f"{what} make more than {MAX_CHOICES} choices; give fewer in a line")
@@ -323,7 +328,11 @@ class Job:
                 return self._fail(line, custom_id, error)
             entries = {"id": line.id, "model": model, "created": int(time.time())}
             echo = self._text if body.get("echo") else None
-            content = response_body(outputs, params, "messages" in body, echo, **entries)
+            # Without the option, answers stay as they were before there was one.
+            is_split = "messages" in body and (self._llm.config.response_template is not None or TOOL_CHOICE in body)
+            for output in outputs if is_split else ():
+                self._response_reader.reading(body.get("tools"))(output)
+            content = response_body(outputs, params, "messages" in body, echo, is_split, **entries)
         response = {"status_code": 200, "request_id": str(outputs[0].request_id), "body": content}
         self._output.write(line, {"custom_id": custom_id, "response": response, "error": None})
         summary.num_prompt_tokens += content["usage"]["prompt_tokens"]

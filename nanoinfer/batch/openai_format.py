@@ -1,7 +1,8 @@
 """Requests and answers as OpenAI's batch API writes them.
 
 The answers are valid under the types of the `openai` package. Beyond OpenAI's fields, a choice has its stop_reason, a
-choice without text its token_ids, and a body prompt_logprobs if they are asked for. The first token of an echoed prompt
+choice without text its token_ids, a message its thought as `reasoning` and, as older clients want, `reasoning_content`,
+and a body prompt_logprobs if they are asked for. The first token of an echoed prompt
 has null as its log-probability, as in OpenAI's answers, though not in its types.
 """
 
@@ -28,6 +29,7 @@ IGNORED = {"model", "user", "metadata", "safety_identifier", "service_tier", "st
 IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"}
 WITHOUT_TOOLS = {"tool_choice": "none", "parallel_tool_calls": False}  # change nothing where there are no tools
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+TOOL_CHOICE = "tool_choice"  # of a line: a call that its answer has to make
 FOREIGN_FIELDS = {**FOREIGN_NAMES, **LINE_NAMES}
 SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logits_processors"]
 LOWEST_LOGPROB = -9999.0  # OpenAI's for a token that is all but impossible; JSON has no minus infinity
@@ -51,8 +53,8 @@ def parse_line(line: Line) -> dict[str, Any]:
 def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a line, which is in OpenAI's batch format or nothing but a body. Raises RequestError.
 
-    The result has messages, perhaps with CHAT_OPTIONS, or a list of prompts as "prompt", perhaps with echo; and fields
-    of SamplingParams. Or it has a list of texts to embed as "input", and EMBEDDING_FIELDS.
+    The result has messages, perhaps with CHAT_OPTIONS and TOOL_CHOICE, or a list of prompts as "prompt", perhaps with
+    echo; and fields of SamplingParams. Or it has a list of texts to embed as "input", and EMBEDDING_FIELDS.
     """
     body, needed = content, ""
     if "body" in content:
@@ -85,7 +87,10 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
         body = {name: value for name, value in body.items() if WITHOUT_TOOLS.get(name, ...) != value}
     if body.get("best_of", ...) == body.get("n", 1):
         del body["best_of"]
-    return parse_sampling(body, ["prompt", "echo"] if "prompt" in body else ["messages", *CHAT_OPTIONS])
+    others = ["prompt", "echo"] if "prompt" in body else ["messages", *CHAT_OPTIONS]
+    if body.get("tools") and body.get(TOOL_CHOICE) not in (None, "auto", "none"):
+        others.append(TOOL_CHOICE)
+    return parse_sampling(body, others)
 
 
 def parse_sampling(body: dict[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
@@ -184,12 +189,14 @@ def response_body(
     params: SamplingParams,
     is_chat: bool,
     echo: Callable[[list[int]], str] | None = None,
+    is_split: bool = False,
     **entries: Any,
 ) -> dict[str, Any]:
     """Return the body of an answer, whose choices are those of each output in turn.
 
     outputs: of the prompts of a line. params: what the line asked for. echo: decodes token ids, where a choice is to
-    begin with its prompt. entries: what else is in it: id, model, created.
+    begin with its prompt. is_split: whether the message of a chat has thought, content and tool calls apart. entries:
+    what else is in it: id, model, created.
     """
     samples = [(output, sample) for output in outputs for sample in output.outputs]
     choices = [_with_prompt(output, sample, echo) if echo else sample for output, sample in samples]
@@ -199,7 +206,9 @@ def response_body(
     body = {
         **entries,
         "object": "chat.completion" if is_chat else "text_completion",
-        "choices": [{"index": index, **_choice(choice, is_chat, num_best)} for index, choice in enumerate(choices)],
+        "choices": [
+            {"index": index, **_choice(choice, is_chat, num_best, is_split)} for index, choice in enumerate(choices)
+        ],
         "usage": {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out},
     }
     if params.prompt_logprobs is not None:
@@ -220,16 +229,26 @@ def _with_prompt(
     return replace(sample, text=text + sample.text, token_ids=token_ids + sample.token_ids, logprobs=logprobs)
 
 
-def _choice(choice: CompletionOutput, is_chat: bool, num_best: float) -> dict[str, Any]:
-    text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
+def _choice(choice: CompletionOutput, is_chat: bool, num_best: float, is_split: bool) -> dict[str, Any]:
+    message = _message(choice) if is_split else {"role": "assistant", "content": choice.text}
+    text = {"message": message} if is_chat else {"text": choice.text}
     token_ids = {} if choice.text else {"token_ids": choice.token_ids}
     logprobs = None
     if choice.logprobs is not None and is_chat:
         logprobs = _chat_logprobs(choice.token_ids, choice.logprobs, num_best)
     elif choice.logprobs is not None:
         logprobs = _completion_logprobs(choice.text, choice.token_ids, choice.logprobs)
-    reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+    calls = choice.finish_reason == "stop" and message.get("tool_calls")
+    reasons = {"finish_reason": "tool_calls" if calls else choice.finish_reason, "stop_reason": choice.stop_reason}
     return {**text, **token_ids, "logprobs": logprobs, **reasons}
+
+
+def _message(choice: CompletionOutput) -> dict[str, Any]:
+    """Return the message of a choice, without what it does not have; its content may be null."""
+    message = choice.message
+    if message["reasoning"] is not None:
+        message = {**message, "reasoning_content": message["reasoning"]}
+    return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
 def _chat_logprobs(token_ids: list[int], logprobs: Sequence[TokenLogprobs], num_best: float) -> dict[str, Any]:

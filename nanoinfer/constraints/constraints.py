@@ -216,7 +216,9 @@ class Constraints:
     ) -> Thoughts | None:
         """Return how thoughts are written if the request depends on it. Raises RequestError where that is not known."""
         thoughts, budget = self._thoughts, params.thinking_token_budget
-        if budget is None and (thoughts is None or grammar is None or not self._forms_follow_thoughts):
+        form = params.structured_outputs
+        follows = self._forms_follow_thoughts and form is not None and not form.includes_thought
+        if budget is None and (thoughts is None or grammar is None or not follows):
             return None
         if thoughts is None:
             raise RequestError(

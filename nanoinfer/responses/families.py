@@ -10,96 +10,117 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.errors import ConfigError, RequestError, find_similar
+from nanoinfer.responses.call_formats import (
+    DEEPSEEK_CALLS,
+    GLM_CALLS,
+    MINIMAX_CALLS,
+    MISTRAL_CALLS,
+    QWEN3_CALLS,
+    CallFormat,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """Says how the models of one family answer.
 
-    turn_start: the text in a prompt after which an answer begins; what follows it belongs to the answer.
+    turn_starts: the texts in a prompt after which an answer begins; what follows the last of them belongs to it.
     turn_ends: the texts that end an answer.
     reasoning_start, reasoning_end: the texts around a thought.
     opens_reasoning: whether the chat template itself begins the thought, at the end of the prompt.
     forced_end: what ends a thought that has become too long, so that the answer follows.
     answer_start: the text after which the answer to the user begins; a thought may be followed by tool calls instead.
+    calls: how tool calls are written; None for the messages of harmony.
     marks: texts in a chat template that tell the family.
     """
 
     name: str
-    turn_start: str
+    turn_starts: tuple[str, ...]
     turn_ends: tuple[str, ...]
     reasoning_start: str
     reasoning_end: str
     opens_reasoning: bool
     forced_end: str
     answer_start: str
+    calls: CallFormat | None
     marks: tuple[str, ...]
+
+    @property
+    def turn_start(self) -> str:
+        """Return the text that begins an answer wherever no tool has said something."""
+        return self.turn_starts[0]
 
 
 QWEN3 = Family(
     name="qwen3",
-    turn_start="<|im_start|>assistant",
+    turn_starts=("<|im_start|>assistant",),
     turn_ends=("<|im_end|>", "<|endoftext|>"),
     reasoning_start="<think>",
     reasoning_end="</think>",
     opens_reasoning=False,
     forced_end="\n</think>\n\n",
     answer_start="</think>",
+    calls=QWEN3_CALLS,
     marks=("<|im_start|>", "<tool_call>"),
 )
 DEEPSEEK_R1 = Family(
     name="deepseek-r1",
-    turn_start="<｜Assistant｜>",
+    turn_starts=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>"),
     turn_ends=("<｜end▁of▁sentence｜>",),
     reasoning_start="<think>",
     reasoning_end="</think>",
     opens_reasoning=True,
     forced_end="\n</think>\n\n",
     answer_start="</think>",
+    calls=DEEPSEEK_CALLS,
     marks=("<｜Assistant｜>",),
 )
 GPT_OSS = Family(
     name="gpt-oss",
-    turn_start="<|start|>assistant",
+    turn_starts=("<|start|>assistant",),
     turn_ends=("<|return|>", "<|call|>", "<|endoftext|>"),
     reasoning_start="<|channel|>analysis<|message|>",
     reasoning_end="<|end|>",
     opens_reasoning=False,
     forced_end="<|end|><|start|>assistant<|channel|>final<|message|>",
     answer_start="<|channel|>final<|message|>",
+    calls=None,
     marks=("<|channel|>", "<|message|>"),
 )
 GLM_4_5 = Family(
     name="glm-4.5",
-    turn_start="<|assistant|>",
+    turn_starts=("<|assistant|>",),
     turn_ends=("<|user|>", "<|observation|>", "<|endoftext|>"),
     reasoning_start="<think>",
     reasoning_end="</think>",
     opens_reasoning=False,
     forced_end="</think>\n",
     answer_start="</think>",
+    calls=GLM_CALLS,
     marks=("[gMASK]", "<arg_key>"),
 )
 MINIMAX_M2 = Family(
     name="minimax-m2",
-    turn_start="]~b]ai\n",
+    turn_starts=("]~b]ai\n",),
     turn_ends=("[e~[",),
     reasoning_start="<think>",
     reasoning_end="</think>",
     opens_reasoning=True,
     forced_end="\n</think>\n\n",
     answer_start="</think>",
+    calls=MINIMAX_CALLS,
     marks=("]~b]", "<minimax:tool_call>"),
 )
 MISTRAL = Family(
     name="mistral",
-    turn_start="[/INST]",
+    turn_starts=("[/INST]", "[/TOOL_RESULTS]"),
     turn_ends=("</s>",),
     reasoning_start="[THINK]",
     reasoning_end="[/THINK]",
     opens_reasoning=False,
     forced_end="[/THINK]",
     answer_start="[/THINK]",
+    calls=MISTRAL_CALLS,
     marks=("[INST]", "[TOOL_CALLS]"),
 )
 ALL = (QWEN3, DEEPSEEK_R1, GPT_OSS, GLM_4_5, MINIMAX_M2, MISTRAL)

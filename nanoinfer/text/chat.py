@@ -6,8 +6,8 @@ leave them out, or write them as Python does. What one reads is found by renderi
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
-from typing import Any
+from itertools import product, takewhile
+from typing import Any, NamedTuple
 
 from nanoinfer.errors import RequestError
 from nanoinfer.text.arguments import Array, Errors, Series, as_list, report
@@ -18,6 +18,11 @@ Conversation = Sequence[Message]
 Conversations = Conversation | Sequence[Conversation] | Array | Series  # one, or several
 ROLES = ("system", "user", "assistant", "tool")
 MARK = "nanoinferMark"
+REASONING = (
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+)  # what vLLM, most templates and that of gpt-oss call a thought
 # What `apply_chat_template` takes for itself.
 ARGUMENTS = ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
 RESERVED = {*ARGUMENTS, "conversation", "messages", "tokenize", "padding", "truncation", "max_length", "self"}
@@ -102,6 +107,18 @@ def as_conversations(messages: Conversations) -> list[Conversation]:
     return [given] if one else [as_list(conversation) for conversation in given]
 
 
+class CallForm(NamedTuple):
+    """Says in which form a template reads tool calls.
+
+    null: what stands for a null content beside them. as_text: whether their arguments are JSON text. is_single: whether
+    a message has one call alone.
+    """
+
+    null: str | None = ""
+    as_text: bool = False
+    is_single: bool = False
+
+
 class Template:
     """Writes conversations out in the form in which one chat template reads them.
 
@@ -112,21 +129,33 @@ class Template:
     def __init__(self, render: Callable[[Sequence[Message]], str], any_role: bool) -> None:
         self._render, self._any_role = render, any_role
         self._reads_parts: dict[str, bool] = {}  # by role
-        self._call_forms: dict[bool, tuple[str | None, bool]] = {}  # by whether a content beside calls is null
+        self._call_forms: dict[tuple[bool, bool], CallForm] = {}  # by whether a content is null, and calls are several
 
     def render(self, conversation: Conversation, index: int) -> str:
         """Return the text of a conversation. Raises RequestError for a wrong one, and whatever the template raises."""
         _check(conversation, index)
-        messages = [*map(_with_one_text, conversation)]
+        messages = [*map(_with_one_text, map(_with_reasoning, conversation))]
+        form = CallForm()
         if any("tool_calls" in message for message in messages):
-            null, as_text = self._call_form(messages, index)
-            messages = [_with_calls(*one, index, null, as_text) for one in enumerate(messages)]
+            form = self._call_form(messages, index)
+            messages = [_with_calls(*one, index, form.null, form.as_text) for one in enumerate(messages)]
         if not self._any_role:
             self._check_roles(messages, index)
         for place, given in enumerate(conversation):
             if isinstance(given.get("content"), (list, tuple)) and self._takes_parts(messages, place):
                 messages[place] = {**messages[place], "content": _parts(given["content"])}
-        return self._render(messages)
+        messages = _with_one_call(messages) if form.is_single else messages
+        return self._write(messages)
+
+    def _write(self, messages: Conversation) -> str:
+        """Return the text of messages; where the template refuses a content beside a thought, the two are joined."""
+        try:
+            return self._render(messages)
+        except Exception:
+            joined = [*map(_with_one_thought, messages)]
+            if joined == messages:
+                raise
+            return self._render(joined)
 
     def _check_roles(self, messages: Conversation, index: int) -> None:
         """Raise RequestError for a role whose messages the template leaves out without a word."""
@@ -151,27 +180,32 @@ class Template:
             self._reads_parts[role] = has_both and f"{MARK}Key" not in str(text)
         return self._reads_parts[role]
 
-    def _call_form(self, messages: Conversation, index: int) -> tuple[str | None, bool]:
-        """Return what stands for a null content beside tool calls, and whether their arguments are JSON text.
+    def _call_form(self, messages: Conversation, index: int) -> "CallForm":
+        """Return the form in which the template writes all calls.
 
-        Most templates want "" and a dict, as vLLM gives them. Some write calls only beside a null content, and some
-        join the arguments to other texts.
+        Most templates want "" and a dict, as vLLM gives them. Some write calls only beside a null content, some join
+        the arguments to other texts, and some write the first call of a message alone.
         """
         has_null = any(message.get("content") is None for message in messages)
-        if has_null not in self._call_forms:
-            for as_text, null in product((False, True), ("", None)[: 1 + has_null]):
+        key = has_null, any(len(message.get("tool_calls") or ()) > 1 for message in messages)
+        if key not in self._call_forms:
+            for is_single, as_text, null in product(
+                (False, True)[: 1 + key[1]], (False, True), ("", None)[: 1 + has_null]
+            ):
                 probe = [_with_calls(*one, index, null, as_text, marked=True) for one in enumerate(messages)]
-                text = self._try(probe)
-                num_calls = sum(len(message.get("tool_calls", ())) for message in probe)
-                if text is not None and text.count(f"{MARK}Name") >= num_calls and f"'{MARK}Key'" not in text:
-                    self._call_forms[has_null] = null, as_text
+                text = self._try(_with_one_call(probe) if is_single else probe)
+                names = [
+                    call.get("function", call)["name"] for message in probe for call in message.get("tool_calls", ())
+                ]
+                if text is not None and all(name in text for name in names) and f"'{MARK}Key'" not in text:
+                    self._call_forms[key] = CallForm(null, as_text, is_single)
                     break
-        return self._call_forms.get(has_null, ("", False))
+        return self._call_forms.get(key, CallForm())
 
     def _try(self, messages: Conversation) -> str | None:
         """Return the text of messages; None where the template fails."""
         try:
-            return self._render(messages)
+            return self._write(messages)
         except Exception:
             return None
 
@@ -221,6 +255,44 @@ def _with_one_text(message: Message) -> Message:
     return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
+def _with_reasoning(message: Message) -> Message:
+    """Return a message whose thought, if it has one, stands under each of its names."""
+    if not any(name in message for name in REASONING):
+        return message
+    thoughts = [message[name] for name in REASONING if message.get(name) is not None]
+    others = {name: value for name, value in message.items() if name not in REASONING}
+    return {**others, **dict.fromkeys(REASONING, thoughts[0])} if thoughts else others
+
+
+def _with_one_thought(message: Message) -> Message:
+    """Join the content beside tool calls to the thought: the template of gpt-oss has no place for both."""
+    content, thought = message.get("content"), message.get(REASONING[0])
+    if not (message.get("tool_calls") and isinstance(content, str) and content and thought):
+        return message
+    return {**message, "content": "", **dict.fromkeys(REASONING, f"{thought}\n{content}")}
+
+
+def _with_one_call(messages: Sequence[Message]) -> list[Message]:
+    """Return messages each with one call at most, with the result of the call behind it, as the template reads them."""
+    left, found = [*messages], list[Message]()
+    while left:
+        message = left.pop(0)
+        if len(calls := message.get("tool_calls") or ()) < 2:
+            found.append(message)
+            continue
+        results = [*takewhile(lambda one: one["role"] == "tool", left)]
+        left = left[len(results) :]
+        rest = {**{name: value for name, value in message.items() if name not in REASONING}, "content": ""}
+        for place, call in enumerate(calls):
+            found.append({**(rest if place else message), "tool_calls": [call]})
+            own = [one for one in results if call.get("id") is not None and one.get("tool_call_id") == call.get("id")]
+            own = own or [one for one in results if "tool_call_id" not in one][:1]
+            found += own
+            results = [one for one in results if all(one is not other for other in own)]
+        found += results
+    return found
+
+
 def _with_calls(
     number: int, message: Message, index: int, null: str | None, as_text: bool, marked: bool = False
 ) -> Message:
@@ -234,7 +306,7 @@ def _with_calls(
     if not message["tool_calls"]:  # null, say; to some templates any key of this name means calls
         return {name: value for name, value in message.items() if name != "tool_calls"}
     calls = []
-    for call in message["tool_calls"]:
+    for place, call in enumerate(message["tool_calls"]):
         function = call.get("function", call)
         text = given = function.get("arguments")
         if not given or given == "null":
@@ -252,7 +324,10 @@ def _with_calls(
         changed = {**function, "arguments": text if as_text else given}
         if marked:
             arguments = {f"{MARK}Key": MARK}
-            changed |= {"name": f"{MARK}Name", "arguments": json.dumps(arguments) if as_text else arguments}
+            changed |= {
+                "name": f"{MARK}Name{number}x{place}x",
+                "arguments": json.dumps(arguments) if as_text else arguments,
+            }
         calls.append({**call, "function": changed} if "function" in call else changed)
     content = null if message.get("content") is None else message["content"]
     return {**message, "content": content, "tool_calls": calls}

@@ -393,7 +393,7 @@ def test_fields_that_say_what_is_so_anyway_are_passed_over(fields: dict[str, Any
             {**CHAT, "tools": TOOLS, "tool_choice": "none"},
             'tool_choice="none" is not served: the model decides what it',
         ),
-        ({**CHAT, "tool_choice": "required"}, 'or use structured_outputs with the form of the call; use "auto", or'),
+        ({**CHAT, "tool_choice": "required"}, 'give tools to have one of them called; use "auto", or'),
         ({**CHAT, "tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls=false is not served: tool calls"),
         ({**CHAT, "reasoning_effort": "high"}, 'as chat_template_kwargs, such as {"reasoning_effort": "low"} or {"en'),
         ({**CHAT, "modalities": ["text", "audio"]}, 'modalities=["text", "audio"] is not served: answers are texts; '),
