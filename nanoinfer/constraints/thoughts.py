@@ -158,7 +158,7 @@ def find_thoughts(config: EngineConfig, tokenizer: Tokenizer | None, vocab_size:
         start=texts[START].encode(),
         end=end.encode(),
         answer=tuple(text.encode() for text in (channel, mark + message) if text),
-        turns=() if family is None else (family.turn_start.encode(),),
+        turns=() if family is None else tuple(map(str.encode, family.turn_starts)),
         start_ids=tuple(start_ids),
         closing_ids=tuple(closing_ids),
         bytes_of=tokenizer.bytes_of,
