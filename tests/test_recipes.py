@@ -41,8 +41,8 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def test_recipes_have_at_most_twenty_lines() -> None:
-    assert len(RECIPES) == 9
+def test_there_are_ten_recipes_of_at_most_twenty_lines() -> None:
+    assert len(RECIPES) == 10
     for title in RECIPES:
         code = "".join(blocks(title, "python"))
         assert "from nanoinfer import" in code or blocks(title, "console"), "it can be pasted as it stands"
@@ -83,6 +83,17 @@ def test_each_budget_for_thoughts_has_a_line() -> None:
     assert [line and line[1] for line in found] == ["0", "100", "1000"]
     assert found[2]
     assert float(found[2][2]) == round(100 * names["num_right"] / 9)
+
+
+def test_a_tool_is_called_and_its_result_is_read() -> None:
+    pytest.importorskip("llguidance")
+    names, printed = run("Tools in several turns", **{"max_tokens=1000": "max_tokens=60, seed=1"})
+    user, call, result, *_, last = names["messages"]
+    [function] = [one["function"] for one in call["tool_calls"]]
+    assert result["content"] == names["temperature"](**json.loads(function["arguments"]))
+    assert (user["role"], last["role"]) == ("user", "assistant")
+    assert last["content"]
+    assert len(printed) == len(names["messages"])
 
 
 def test_nearest_neighbours_come_in_order() -> None:

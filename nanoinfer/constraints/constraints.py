@@ -231,7 +231,9 @@ class Constraints:
                 "closes a thought; leave out min_tokens or thinking_token_budget"
             )
         # A form that begins as a message of gpt-oss does, such as a tool call, has a place for the thought itself.
-        if grammar is not None and thoughts.answer and token_sets.has(grammar.first_mask, thoughts.start_ids[0]):
+        form = params.structured_outputs
+        begins_message = grammar and thoughts.answer and token_sets.has(grammar.first_mask, thoughts.start_ids[0])
+        if grammar is not None and (begins_message or (form is not None and form.includes_thought)):
             if budget is None:
                 return None
             raise RequestError(

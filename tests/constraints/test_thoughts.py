@@ -256,6 +256,14 @@ def test_a_form_of_gpt_oss_may_have_a_place_for_the_thought_itself() -> None:
         start_of(constraints, "<|start|>assistant", thinking_token_budget=5, **form)
 
 
+def test_a_form_may_say_that_it_includes_the_thought() -> None:
+    pytest.importorskip("llguidance")
+    constraints = constraints_of(follow=True)
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "[0-9]+"}, "includes_thought": True}
+    form: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(structural_tag=tag)}
+    assert after(constraints, start_of(constraints, "<think>", **form), []) == {*DIGITS}
+
+
 def test_what_a_user_writes_of_thoughts_opens_none() -> None:
     constraints = constraints_of()
     asked = "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n"
@@ -419,7 +427,7 @@ def test_texts_of_thoughts_are_those_of_the_family_and_can_be_replaced() -> None
 
     own = found()  # its chat template is written as Qwen3's
     assert (own.start, own.end, own.closing_ids, own.start_ids) == (b"<think>", b"</think>", (*NEWLINES,), (*THINK,))
-    assert own.turns == (b"<|im_start|>assistant",)
+    assert own.turns == (b"<|im_start|>assistant\n",)
     longer = found(reasoning_config={"reasoning_end_str": "I know it.</think>"})
     assert (longer.end, longer.start) == (b"</think>", b"<think>")
     assert bytes(tiny_tokenizer().decode([*longer.closing_ids]), "ascii") == b"I know it.</think>"
