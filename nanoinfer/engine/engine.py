@@ -140,12 +140,12 @@ class Engine(ABC):
         self, request_id: int, prepared: PreparedRequest, to: Recipient, ended_samples: Collection[int] = ()
     ) -> None:
         """End a request with its error, and its stream. ended_samples: those whose last chunk has come before."""
-        to.outputs.append(prepared.refusal(request_id))
         if to.chunks is not None:
             for sample in range(prepared.sampling_params.n):
                 if sample not in ended_samples:
                     chunk = StreamChunk(request_id - to.first_id, "", [], "error", sample, request_id=request_id)
                     to.chunks.append(chunk)
+        to.outputs.append(prepared.refusal(request_id))  # last: a stream whose outputs are there has all its chunks
 
     def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
         """Have the next step begin with this action on what is unfinished of these requests.

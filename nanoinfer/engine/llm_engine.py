@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -158,8 +158,14 @@ class LLMEngine(Engine):
 
     def abort(self, request_ids: Collection[int]) -> None:
         self.act_later(Action.ABORT, request_ids)
-        self._apply_actions()
-        dropped = set(request_ids)
+        try:
+            self._collect_until(max_in_flight=0)
+        finally:  # also if that step fails, which leaves none in flight: nobody waits for these requests any more
+            self._apply_actions()
+            self._forget({*request_ids})
+
+    def _forget(self, dropped: Set[int]) -> None:
+        """Forget these requests, which compute nothing any more."""
         self._watched = {key: one for key, one in self._watched.items() if one.seq.request_id not in dropped}
         for seq in [seq for seq in self._finished if seq.request_id in dropped]:
             self.scheduler.listener.finished(seq)

@@ -251,6 +251,8 @@ class ReplicatedEngine(Engine):
         """Do what was asked for by `act_later`, in its order."""
         for action, request_id in self._take_actions():
             request = self._requests[request_id]
+            if request.is_aborted and action is not Action.ABORT:
+                continue  # its output is on its way
             was_paused, request.is_paused = request.is_paused, action is Action.PAUSE
             request.is_aborted |= action is Action.ABORT
             if request.replica is not None:

@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from nanoinfer import LLM, EngineClosedError, SamplingParams, tiny_model_path
+from nanoinfer import LLM, EngineClosedError, RequestError, SamplingParams, tiny_model_path
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
 from nanoinfer.text.completion_text import CompletionText
 from nanoinfer.text.tokenizer import Tokenizer, completion_text
@@ -72,6 +73,35 @@ def test_what_is_dropped_is_freed_at_once_and_the_others_go_on(llm: LLM, queue: 
     assert llm.get_metrics().num_used_blocks == num_used - 2
     run(queue, kept)
     assert left.outputs == []
+
+
+def test_what_is_dropped_is_freed_also_if_the_step_in_flight_fails(
+    llm: LLM, queue: RequestQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox = add(llm, "1", "2", params=LONG)
+    queue.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.engine.runner, "wait", lambda handle: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            queue.drop(inbox)  # the fixture finds what is left
+
+
+def test_the_stream_of_a_refused_request_has_all_its_chunks_before_its_output_is_there(
+    llm: LLM, queue: RequestQueue
+) -> None:
+    """Another thread may look at the inbox at any moment, and takes a stream for complete with the last output."""
+
+    class Outputs(list[Any]):
+        def append(self, output: Any) -> None:
+            assert len(inbox.chunks) == 2
+            super().append(output)
+
+    [request] = llm.preparer.prepare(["1"], SamplingParams(n=2))
+    request.error = RequestError("no")
+    inbox = Inbox(is_stream=True)
+    inbox.outputs = Outputs()
+    queue.add_requests([request], inbox)
+    assert inbox.is_complete
 
 
 def test_what_is_abandoned_ends_with_the_next_step_and_so_does_what_is_added_then(

@@ -121,6 +121,7 @@ def test_of_a_replica_that_dies_paused_requests_wait_and_aborted_ones_end_on_ano
     paused, aborted, *rest = sorted(request_id for request_id, replica in parent.home.items() if replica == 1)
     engine.act_later(Action.PAUSE, [paused])
     engine.act_later(Action.ABORT, [aborted])
+    engine.act_later(Action.PAUSE, [aborted])  # too late
     parent.step()
     engine.abort([request_id for request_id, replica in parent.home.items() if replica == 0])
     parent.lose(1)
