@@ -93,6 +93,5 @@ def load(
         load_model(model, folder)
     else:
         fill_with_random_weights(model, config.initializer_range, random_seed)
-    if backends.device.type == "cpu":
-        pack_products(model, model.lm_head)
+    pack_products(model, model.lm_head)
     return model.eval()

@@ -112,8 +112,8 @@ def has_fast_kernels() -> bool:
 
 
 def _pays(weight: Any) -> bool:
-    """Return whether products of a weight are faster if it is packed."""
-    if not has_fast_kernels() or weight.dim() != 2 or weight.numel() < MIN_PACKED_VALUES:
+    """Return whether products of a weight are faster if it is packed: of a large matrix on a CPU."""
+    if not weight.is_cpu or not has_fast_kernels() or weight.dim() != 2 or weight.numel() < MIN_PACKED_VALUES:
         return False
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)

@@ -56,7 +56,7 @@ def _fp8_method(config: Fp8Config, layer: Any) -> LinearMethod:
 
 
 def _int4_method(config: Int4Config, layer: Any) -> LinearMethod:
-    is_for_cpu = layer.weight.device.type == "cpu" and layer.weight.dim() == 2 and not config.orders_inputs
+    is_for_cpu = layer.weight.is_cpu and layer.weight.dim() == 2 and not config.orders_inputs
     return CpuInt4LinearMethod(config, layer) if is_for_cpu else Int4LinearMethod(config, layer)
 
 

@@ -100,6 +100,7 @@ def pretend(gpu: AbsentGpu) -> None:
 
     backend_selection.AttentionBackends.select = partialmethod(select_backend, gpu)
     methods.has_fp8_products = lambda _device: gpu.capability >= 89
+    torch.Tensor.is_cpu = False  # type: ignore[assignment, misc]  # for what has a way of its own on a CPU
     # Products on a GPU have options that CPUs lack. No kernel is chosen by the values, so these are all zero.
     torch.bmm = lambda x, weight, out_dtype=None: x.new_zeros(*x.shape[:-1], weight.shape[-1], dtype=out_dtype)
     torch.mm = lambda x, weight, out_dtype=None, out=None: (

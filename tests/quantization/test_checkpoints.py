@@ -462,7 +462,7 @@ def test_scales_for_a_cache_in_8_bits_are_not_needed(config: dict[str, Any], cap
 
 
 def test_an_option_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization='int3' is not known; use one of fp8, int4"):
+    with pytest.raises(ConfigError, match="quantization='int3' is not known; use one of fp8, int8, int4"):
         LLM("anything", quantization="int3")
 
 
