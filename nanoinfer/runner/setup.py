@@ -70,7 +70,7 @@ class Setup:
     def of(cls, config: EngineConfig, model_config: BaseModelConfig, tp: TensorParallel) -> "Setup":
         """Resolve the options. Raises ConfigError for one that the device cannot have."""
         device = select_device(config.device)
-        dtype = select_dtype(config.dtype, model_config.dtype, model_config.num_layer_weights, device)
+        dtype = select_dtype(config.dtype, model_config.dtype, model_config.prefers_bfloat16, device)
         kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
