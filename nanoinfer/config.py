@@ -100,7 +100,8 @@ class EngineConfig:
     dtype: Converted[Dtype | TorchDtype, Dtype] = option(
         "auto",
         'The type of weights, activations and KV cache; "auto" is the checkpoint\'s own on CUDA. On a CPU it is '
-        "float32, or bfloat16 where a large model has that and the CPU multiplies it (AMX, AVX512-BF16).",
+        "float32, or bfloat16 for large models in bfloat16 or in 4 or 8 bits, if the CPU multiplies it (AMX, "
+        "AVX512-BF16).",
     )
     device: Converted[str | TorchDevice, str] = neutral_option(
         "auto", '"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU.'

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from nanoinfer.errors import ConfigError
 
 CAPTURE_LOCK = threading.Lock()
-MIN_BFLOAT16_WEIGHTS = 2**24  # steps of smaller models wait for operators, of which bfloat16 needs more
 
 
 def select_device(requested: str) -> torch.device:
@@ -71,17 +70,16 @@ def becomes_idle(device: torch.device, seconds: float) -> bool:
     return idle
 
 
-def select_dtype(requested: str, checkpoint: str, num_weights: int, device: torch.device) -> torch.dtype:
+def select_dtype(requested: str, checkpoint: str, prefers_bfloat16: bool, device: torch.device) -> torch.dtype:
     """Return the dtype that `requested` names.
 
-    "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if that changes no weight and is faster: if the
-    checkpoint is in bfloat16, the CPU multiplies it, and the model is large. Else it is float32.
-    num_weights: about how many weights all layers have.
+    "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if the CPU multiplies it and the model prefers it; else
+    float32. prefers_bfloat16: that of the model's config.
     """
-    if requested == "auto":
-        keeps_bfloat16 = num_weights >= MIN_BFLOAT16_WEIGHTS and cpu_multiplies_bfloat16()
-        keeps = device.type == "cuda" or (checkpoint == "bfloat16" and keeps_bfloat16)
-        requested = checkpoint if keeps else "float32"
+    if requested == "auto" and device.type == "cuda":
+        requested = checkpoint
+    elif requested == "auto":
+        requested = "bfloat16" if prefers_bfloat16 and cpu_multiplies_bfloat16() else "float32"
     dtype: torch.dtype = getattr(torch, requested)
     return dtype
 

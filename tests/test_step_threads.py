@@ -1,6 +1,8 @@
 """How many threads steps have on a CPU, and in which dtype."""
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,11 @@ import torch
 
 from nanoinfer import device, step_threads
 from nanoinfer.device import select_dtype
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.step_threads import fastest_num_threads, num_step_threads
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def model_of(*shapes: tuple[int, ...]) -> Any:
@@ -93,20 +97,47 @@ def test_fewer_threads_are_taken_where_they_are_clearly_faster(
 
 
 @pytest.mark.parametrize("multiplies", [False, True])
-def test_auto_is_bfloat16_on_a_cpu_that_multiplies_it_where_weights_have_it_and_are_many(
-    multiplies: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("prefers", [False, True])
+def test_auto_is_bfloat16_on_a_cpu_that_multiplies_it_for_models_that_prefer_it(
+    multiplies: bool, prefers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: multiplies)
-    large, small = device.MIN_BFLOAT16_WEIGHTS, device.MIN_BFLOAT16_WEIGHTS - 1
-    fast = torch.bfloat16 if multiplies else torch.float32
-    assert select_dtype("auto", "bfloat16", large, CPU) == fast
-    assert select_dtype("auto", "bfloat16", small, CPU) == torch.float32
-    assert select_dtype("auto", "float16", large, CPU) == torch.float32
-    assert select_dtype("auto", "float32", large, CPU) == torch.float32
-    assert select_dtype("float32", "bfloat16", large, CPU) == torch.float32
-    assert select_dtype("bfloat16", "float32", small, CPU) == torch.bfloat16
-    assert select_dtype("auto", "float16", small, CUDA) == torch.float16
+    fast = torch.bfloat16 if multiplies and prefers else torch.float32
+    assert select_dtype("auto", "float16", prefers, CPU) == fast
+    assert select_dtype("float32", "bfloat16", prefers, CPU) == torch.float32
+    assert select_dtype("bfloat16", "float32", prefers, CPU) == torch.bfloat16
+    assert select_dtype("auto", "float16", prefers, CUDA) == torch.float16
 
 
-def test_this_cpu_says_whether_it_multiplies_bfloat16() -> None:
-    assert device.cpu_multiplies_bfloat16() in (False, True)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "of_checkpoint", "prefers"),
+    [
+        ("bfloat16", None, None, True),
+        ("float16", None, None, False),
+        ("float32", None, None, False),
+        ("float16", "int4", None, True),
+        ("float32", "int8", None, True),
+        ("float16", "fp8", None, False),  # widened in any dtype
+        ("float16", None, AWQ, True),
+        ("float16", None, GPTQ, True),
+        ("float16", None, {**GPTQ, "desc_act": True}, False),  # no kernel reads inputs in another order
+    ],
+)
+def test_large_models_whose_weights_lose_nothing_or_have_kernels_prefer_bfloat16(
+    dtype: str, quantization: str | None, of_checkpoint: dict[str, Any] | None, prefers: bool
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8}
+    fields = {"architectures": ["LlamaForCausalLM"], "torch_dtype": dtype, "quantization_config": of_checkpoint}
+    large = read_native_config({**fields, **sizes, "num_hidden_layers": 2}, quantization)
+    assert large.prefers_bfloat16 == prefers
+    assert not replace(large, num_hidden_layers=1).prefers_bfloat16
+
+
+@pytest.mark.skipif(not CPUINFO.exists(), reason="Linux lists what a CPU has")
+def test_this_cpu_multiplies_bfloat16_if_linux_says_so() -> None:
+    features = {*CPUINFO.read_text().split()}
+    assert device.cpu_multiplies_bfloat16() == bool(features & {"avx512_bf16", "amx_tile"})

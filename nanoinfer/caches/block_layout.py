@@ -19,7 +19,8 @@ class BlockLayout:
     """Says what one rank keeps of each token in one layer: some vectors, in a tensor for each of its operands.
 
     vectors: the heads and the size of the vectors of each tensor. In 8 bits each vector also has a scale. Layers that
-    read their tensors otherwise than as keys and values have a subclass, with a `layer_cache` of its own.
+    read their tensors otherwise than as keys and values need a subclass with a `layer_cache` of its own; none is in the
+    package yet.
     """
 
     vectors: tuple[tuple[int, int], ...]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from nanoinfer.checkpoint.pooling_config import HeadConfig, PoolingConfig
 from nanoinfer.errors import ConfigError
 
+MIN_BFLOAT16_WEIGHTS = 2**24  # steps of smaller models wait for operators, of which bfloat16 needs more
+
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
@@ -90,9 +92,18 @@ class BaseModelConfig:
     pooling: PoolingConfig | None = field(default=None, compare=False)
 
     @property
-    def num_layer_weights(self) -> int:
-        """Return about how many weights the layers have that a token is multiplied by."""
-        return 12 * self.num_hidden_layers * self.hidden_size**2
+    def prefers_bfloat16(self) -> bool:
+        """Return whether dtype="auto" is bfloat16 on a CPU that multiplies it.
+
+        It is for large models, if their weights lose nothing by that, or kernels read these in fewer bits.
+        """
+        num_weights = 12 * self.num_hidden_layers * self.hidden_size**2  # about as many as all layers have
+        return num_weights >= MIN_BFLOAT16_WEIGHTS and (self.dtype == "bfloat16" or self.has_bfloat16_kernels)
+
+    @property
+    def has_bfloat16_kernels(self) -> bool:
+        """Return what `QuantizationConfig.has_bfloat16_kernels` says of the model's weights."""
+        return False
 
     @property
     def is_encoder(self) -> bool:

@@ -107,6 +107,10 @@ class ModelConfig(BaseModelConfig):
         return self.encoder is not None
 
     @property
+    def has_bfloat16_kernels(self) -> bool:
+        return self.quantization is not None and self.quantization.has_bfloat16_kernels
+
+    @property
     def has_dynamic_rope(self) -> bool:
         return self.rope.rope_type == "dynamic"
 

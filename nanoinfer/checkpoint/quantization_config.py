@@ -43,6 +43,11 @@ class QuantizationConfig:
     renamed: Mapping[str, tuple[str, ...]] | None = None
 
     @property
+    def has_bfloat16_kernels(self) -> bool:
+        """Return whether a CPU's products of few rows read weights in fewer bits; they do so in bfloat16 alone."""
+        return False
+
+    @property
     def shard_multiple(self) -> int:
         """Return what a rank's share of a row-parallel layer's inputs has to be a multiple of."""
         return 1

@@ -136,7 +136,7 @@ class ModelWeights:
 
     def _put(self, place: Place, tensor: Tensor) -> None:
         (module, param), shard = self._homes[place], place[1]
-        unpack(param)
+        restore_plain(param)
         if hasattr(module, "weight_loader"):
             module.weight_loader(param, tensor, *([shard] if shard else []))
         else:
@@ -230,7 +230,7 @@ class ModelWeights:
         """
         if not keep:
             for param in self._model.parameters():
-                unpack(param)
+                restore_plain(param)
         params, buffers = _storages(self._model.parameters()), _storages(self._model.buffers())
         if all(storage.device.type == "cpu" for storage in params):
             self._free([] if keep else params)
@@ -300,10 +300,10 @@ def check_shape(full: Tensor, expected: tuple[int, ...]) -> None:
         raise ModelError(f"it has shape {tuple(full.shape)}, config.json implies {expected}")
 
 
-def unpack(param: Tensor) -> None:
-    """Have a weight's values in itself, if a CPU holds them packed: something is about to change them."""
-    if (packed := getattr(param, "packed", None)) is not None:
-        packed.unpack()
+def restore_plain(param: Tensor) -> None:
+    """Have a weight's values in itself, if a CPU holds them prepacked: something is about to change them."""
+    if (prepacked := getattr(param, "prepacked", None)) is not None:
+        prepacked.restore_plain()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -76,7 +76,7 @@ def connect_ranks(
 ) -> TensorParallel:
     """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
-    dtype = select_dtype(config.dtype, model_config.dtype, model_config.num_layer_weights, devices[rank])
+    dtype = select_dtype(config.dtype, model_config.dtype, model_config.prefers_bfloat16, devices[rank])
     max_tokens = max_step_tokens(config, model_config, config.max_num_seqs)
     max_rows = config.max_num_seqs * config.max_row_tokens
     return tp.with_shared_memory(max_rows, max_tokens, model_config.hidden_size, dtype, devices)

@@ -76,7 +76,8 @@ class DecoderSpec:
     has_sinks: whether each query head has a sink, see `AttentionSpec`.
     has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
     interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
-    attention: the class of a layer's attention, a `Mixer`, called as `DecoderAttention`; None for `DecoderAttention`.
+    attention: the class of a layer's attention, a `Mixer`, called as `DecoderAttention`; None for `DecoderAttention`,
+    which all architectures have so far.
     norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
     products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
     """

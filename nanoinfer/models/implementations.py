@@ -19,7 +19,7 @@ from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import SUPPORTED, get_model_class
 from nanoinfer.models.interface import Model
 from nanoinfer.models.native_config import read_native_folder
-from nanoinfer.quantization.cpu_products import pack_products
+from nanoinfer.quantization.cpu_products import prepack_products
 from nanoinfer.quantization.method_selection import log_widening
 
 logger = logging.getLogger("nanoinfer")
@@ -93,5 +93,5 @@ def load(
         load_model(model, folder)
     else:
         fill_with_random_weights(model, config.initializer_range, random_seed)
-    pack_products(model, model.lm_head)
+    prepack_products(model, model.lm_head)
     return model.eval()

@@ -21,18 +21,19 @@ MIN_PACKED_VALUES = 2**18  # of a weight: for smaller ones, calling oneDNN takes
 MANY_INPUTS = 2048  # of a weight in float32: packed for any number of rows, it is read slowly for one
 
 
-class Packed(ABC, Generic[P]):
+class Prepacked(ABC, Generic[P]):
     """Holds a layer's weight in another form, from the first product on until one of its tensors changes.
 
     plain: the weight as a checkpoint fills it, which gives its memory back meanwhile. keeps_plain: whether it does not,
-    because others read it. others: what else the other form depends on. `ModelWeights` unpacks before it changes any.
+    because others read it. others: what else the other form depends on. `ModelWeights` restores the plain weight before
+    it changes any of these.
     """
 
     def __init__(self, plain: Tensor, *others: Tensor, keeps_plain: bool = False) -> None:
         self._plain, self._keeps_plain = plain, keeps_plain
-        self._packed: P | None = None
+        self._prepacked: P | None = None
         for tensor in (plain, *others):
-            tensor.packed = self  # type: ignore[attr-defined]
+            tensor.prepacked = self  # type: ignore[attr-defined]
 
     @abstractmethod
     def _pack(self, plain: Tensor) -> P: ...
@@ -41,23 +42,23 @@ class Packed(ABC, Generic[P]):
     def _values(self, packed: P) -> Tensor:
         """Return what was packed."""
 
-    def packed(self) -> P:
+    def prepacked(self) -> P:
         """Return the weight in its other form."""
-        if self._packed is None:
-            self._packed = self._pack(self._plain)
+        if self._prepacked is None:
+            self._prepacked = self._pack(self._plain)
             if not self._keeps_plain:
                 self._plain.untyped_storage().resize_(0)
-        return self._packed
+        return self._prepacked
 
-    def unpack(self) -> None:
+    def restore_plain(self) -> None:
         """Have the values in the plain weight again."""
-        packed, self._packed = self._packed, None
-        if packed is not None and not self._keeps_plain:
+        if self._prepacked is not None and not self._keeps_plain:
             self._plain.untyped_storage().resize_(self._plain.numel() * self._plain.itemsize)
-            self._plain.copy_(self._values(packed))
+            self._plain.copy_(self._values(self._prepacked))
+        self._prepacked = None  # last, so that no value is lost where memory is short
 
 
-class OnednnWeight(Packed[Tensor]):
+class OnednnWeight(Prepacked[Tensor]):
     """Holds a weight of 32 or 16 bits as oneDNN packs it."""
 
     def _pack(self, plain: Tensor) -> Tensor:
@@ -69,17 +70,17 @@ class OnednnWeight(Packed[Tensor]):
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + b, (num_rows, num_outputs)."""
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(x, self.packed(), bias, "none", [], ""))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.default(x, self.prepacked(), bias, "none", [], ""))
 
 
-class PackedLinearMethod(LinearMethod):
+class PrepackedLinearMethod(LinearMethod):
     """Multiplies by a packed weight in the dtype of the model."""
 
     def __init__(self, layer: Any) -> None:
         self._weight = OnednnWeight(layer.weight)
 
     def wide_weight(self, layer: Any) -> Tensor:
-        self._weight.unpack()
+        self._weight.restore_plain()
         return super().wide_weight(layer)
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
@@ -89,14 +90,14 @@ class PackedLinearMethod(LinearMethod):
         return self.apply(layer, x, bias).unsqueeze(0)
 
 
-def pack_products(model: nn.Module, head: nn.Module) -> None:
+def prepack_products(model: nn.Module, head: nn.Module) -> None:
     """Have a model multiply by packed weights, where these pay. head: its last product, whose weight is kept plain too.
 
     The embedding may be the same weight, and rows of it may be wanted alone.
     """
     for layer in cast(Iterable[Any], model.modules()):
         if type(getattr(layer, "quant_method", None)) is LinearMethod and _pays(layer.weight):
-            layer.quant_method = PackedLinearMethod(layer)
+            layer.quant_method = PrepackedLinearMethod(layer)
     if _pays(head.weight):
         head.forward = partial(_head_product, OnednnWeight(cast(Tensor, head.weight), keeps_plain=True))
 

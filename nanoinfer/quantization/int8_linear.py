@@ -26,6 +26,7 @@ class Int8Config(QuantizationConfig):
     """Describes the weights of linear layers in integers of 8 bits; activations keep the dtype of the model."""
 
     weight_bits = 8
+    has_bfloat16_kernels = True
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

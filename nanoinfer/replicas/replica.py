@@ -66,7 +66,8 @@ def run_replica(
     index: which of the replicas this is. ring: brings new weights. num_threads: of PyTorch on a CPU.
     """
     torch.set_num_threads(num_threads)
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # of further ranks
+    # For further ranks, which divide it by the number of ranks: see `run_worker`.
+    os.environ["OMP_NUM_THREADS"] = str(num_threads * files.config.tensor_parallel_size)
     # Python lets no daemon start processes. This one ends with its parent, and its ranks with it.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sender = Sender(connection)

@@ -134,6 +134,7 @@ class DeviceRunner:
         free_at_start = setup.free_at_start()
         self.model = setup.load_model(folder)
         self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
+        self._num_threads = setup.num_step_threads(self.model)
         self.limits = setup.limits_without_cache(free_at_start)
         loaded = time.perf_counter()
         buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), memory.CPU_CACHE_BYTES
@@ -153,7 +154,9 @@ class DeviceRunner:
         self._drop_model_runner()  # makes room, if there is one
         if self.device.type == "cuda":  # or a small tensor may take part of that room, and a large one finds none
             torch.cuda.empty_cache()
-        self._model_runner = self.setup.make_model_runner(buffers, self.model, self._dense, self.limits)
+        self._model_runner = self.setup.make_model_runner(
+            buffers, self.model, self._dense, self.limits, self._num_threads
+        )
 
     def _capture_graphs(self, is_warm: bool = False) -> None:
         if self.setup.uses_graphs and self.model.generates and self.model.captures_decode:

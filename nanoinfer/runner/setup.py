@@ -70,7 +70,7 @@ class Setup:
     def of(cls, config: EngineConfig, model_config: BaseModelConfig, tp: TensorParallel) -> "Setup":
         """Resolve the options. Raises ConfigError for one that the device cannot have."""
         device = select_device(config.device)
-        dtype = select_dtype(config.dtype, model_config.dtype, model_config.num_layer_weights, device)
+        dtype = select_dtype(config.dtype, model_config.dtype, model_config.prefers_bfloat16, device)
         kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
         backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
@@ -234,8 +234,23 @@ class Setup:
             torch.empty(max_logits, model.vocab.size, dtype=model.logits_dtype, device=self.device), graphs
         )
 
+    def num_step_threads(self, model: Model) -> int | None:
+        """Return how many CPU threads steps have: see `num_step_threads` of step_threads.py.
+
+        All ranks have equally many, since sums depend on it: a router must choose the same experts on each of them.
+        """
+        count = num_step_threads(model, self.device)
+        if self.device.type != "cpu" or self.tp.size == 1:
+            return count
+        return self.tp.minimum(count or torch.get_num_threads(), self.device)
+
     def make_model_runner(
-        self, buffers: StepBuffers, model: Model, dense: list[DenseLayer], limits: RunnerLimits
+        self,
+        buffers: StepBuffers,
+        model: Model,
+        dense: list[DenseLayer],
+        limits: RunnerLimits,
+        num_threads: int | None,
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, moe = self.config, self.model_config.moe
@@ -261,7 +276,7 @@ class Setup:
             routing_table = RoutingTable(moe, kv_cache)
         row_states = [*sampler.states, pooler]
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
-        return ModelRunner(model, state, self.backends, self.tp, self.device, num_step_threads(model, self.device))
+        return ModelRunner(model, state, self.backends, self.tp, self.device, num_threads)
 
     def describe(self, kv_cache: KVCache) -> str:
         """Say what was loaded, for the log."""

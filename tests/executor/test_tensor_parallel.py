@@ -138,6 +138,15 @@ def start(model: Path | None = None, size: int = 2) -> tuple[LLM, list[int]]:
 
 
 @pytest.mark.usefixtures("nothing_remains")
+def test_ranks_on_a_cpu_have_equally_many_threads(random_checkpoint: Checkpoint) -> None:
+    """Rank 0 would have three by itself. The other rank has one, because its model is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "num_step_threads", lambda *_: 3)
+        with LLM(random_checkpoint(), device="cpu", tensor_parallel_size=2) as llm:
+            runner: Any = llm.engine.runner  # type: ignore[union-attr]
+            assert runner._runner._num_threads == 1
+
+
 def test_two_ranks_give_the_tokens_of_one(one_rank: LLM, two_ranks: LLM) -> None:
     prompts = random_prompts(LENGTHS)
     for params in (GREEDY, SAMPLED):

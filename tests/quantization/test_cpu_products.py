@@ -17,7 +17,7 @@ from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack, 
 from nanoinfer.quantization import cpu_products
 from nanoinfer.quantization.cpu_products import OnednnWeight, has_fast_kernels
 from nanoinfer.quantization.int4 import cpu_int4
-from nanoinfer.quantization.int4.cpu_int4 import CpuInt4LinearMethod, PackedInt4
+from nanoinfer.quantization.int4.cpu_int4 import CpuInt4LinearMethod, PrepackedInt4
 from nanoinfer.quantization.int4.formats import Int4Config
 from nanoinfer.quantization.int8_linear import MAX_KERNEL_ROWS, Int8LinearMethod
 from nanoinfer.quantization.linear_method import LinearMethod
@@ -54,7 +54,7 @@ def test_a_product_by_a_packed_weight_is_that_by_the_plain_one(
             else:
                 assert packed.product(x, given).shape == wanted.shape
         assert weight.untyped_storage().nbytes() == 0, "a weight takes memory once"
-        weights.unpack(weight)
+        weights.restore_plain(weight)
         assert torch.equal(weight, plain)
 
 
@@ -63,8 +63,25 @@ def test_a_weight_that_others_read_is_kept_plain() -> None:
     packed = OnednnWeight(weight, keeps_plain=True)
     packed.product(randn(2, 32))
     weight.mul_(2)
-    weights.unpack(weight)
+    weights.restore_plain(weight)
     assert_near(packed.product(randn(2, 32)), F.linear(randn(2, 32), weight))
+
+
+def test_no_value_is_lost_where_memory_is_too_short_for_a_plain_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = randn(16, 32), randn(2, 32)
+    packed, expected = OnednnWeight(weight), F.linear(x, weight)
+    packed.product(x)
+
+    def fail(_: Tensor) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "_values", fail)
+        with pytest.raises(MemoryError):
+            weights.restore_plain(weight)
+    assert_near(packed.product(x), expected)
+    weights.restore_plain(weight)
+    assert_near(F.linear(x, weight), expected)
 
 
 @pytest.mark.skipif(not has_fast_kernels(), reason="weights are packed where kernels are fast")
@@ -130,21 +147,21 @@ def test_weights_in_4_bits_are_widened_and_come_back(
     monkeypatch.setattr(cpu_int4, "WIDENED_AT_ONCE", 7 * 384)
     weight = int4(num_outputs, 384, group_size, has_zeros)
     words = weight.numbers.clone()
-    held = PackedInt4(*weight[:3], block_size(384), torch.bfloat16)  # type: ignore[arg-type]
+    held = PrepackedInt4(*weight[:3], block_size(384), torch.bfloat16)  # type: ignore[arg-type]
     wide_before = widen.__wrapped__(*weight[:3], torch.float32)  # type: ignore[attr-defined]
     for dtype in DTYPES:
-        wide = held.packed().widen(dtype)
+        wide = held.prepacked().widen(dtype)
         assert weight.numbers.untyped_storage().nbytes() == 0
         assert torch.equal(wide, widen.__wrapped__(words, *weight[1:3], dtype))  # type: ignore[attr-defined]
     is_served = num_outputs % 16 == 0 and group_size != 16 and has_fast_kernels()
-    assert (held.packed().for_kernel is not None) == is_served
+    assert (held.prepacked().for_kernel is not None) == is_served
     for tensor in weight[1:3]:
         if tensor is not None:
-            held.packed()
-            weights.unpack(tensor)  # as if it changed
+            held.prepacked()
+            weights.restore_plain(tensor)  # as if it changed
             assert torch.equal(weight.numbers, words)
     weight.scales.mul_(2)
-    assert torch.equal(held.packed().widen(torch.float32), 2 * wide_before)
+    assert torch.equal(held.prepacked().widen(torch.float32), 2 * wide_before)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True], ids=["", "zeros"])

@@ -51,7 +51,8 @@ class AttentionBackends:
     def shared(self, spec: Hashable, place: LayerPlace, select: Callable[[], BackendT]) -> BackendT:
         """Return the one backend of all layers of this spec, which `select` makes for the first of them.
 
-        Attention of another kind than `AttentionSpec` describes has a spec of a class of its own.
+        Attention of another kind than `AttentionSpec` describes has a spec of a class of its own; none is in the
+        package yet.
         """
         self._places.setdefault((place.table, spec), place)
         if spec not in self._backends:

@@ -34,7 +34,7 @@ class PrefillMetadata:
     slot_mapping: Tensor  # (num_tokens,) int64: block_id * block_size + offset of each token; -1 skips the write
     block_tables: Tensor  # (num_chunks, max_blocks) int32
     num_blocks: int = 0  # different blocks that hold the contexts, at most; 0: not counted
-    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
+    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by backend, or by its spec: what it has prepared
 
     @classmethod
     def of_whole_prompts(cls, lens: Sequence[int], block_tables: Tensor) -> "PrefillMetadata":
@@ -83,7 +83,7 @@ class DecodeMetadata:
     shared_prefixes: SharedPrefixes | None = None  # a backend may ignore them
     num_tokens: int = 1  # lines of every row
     num_row_tokens: Tensor | None = None  # (num_rows,) int32: real tokens of each row; None if num_tokens is 1
-    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by AttentionSpec; a backend makes it for itself
+    plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by backend, or by its spec: what it has prepared
 
     def with_a_row_for_each_token(self) -> "DecodeMetadata":
         """Return the same step with a row for each token. The rows of a row's tokens have its block table.

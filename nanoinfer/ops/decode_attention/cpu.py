@@ -19,7 +19,7 @@ VECTORS_PER_CALL = 320
 
 
 class ViewedRows(NamedTuple):
-    """Says where keys and values lie that some rows read: in blocks at equal distances, as many in each."""
+    """Says where the keys and values of some rows lie: in blocks at equal distances, equally many in each."""
 
     rows: slice
     size: tuple[int, ...]  # (rows, kv_heads, context, head_dim)
@@ -34,7 +34,7 @@ class GatheredRows(NamedTuple):
     """
 
     rows: slice
-    lines: Tensor  # (rows * kv_heads * max_context,) int64: (block, head, offset) of each vector, as one number
+    vector_ids: Tensor  # (rows * kv_heads * max_context,) int64: (block, head, offset) of each, as one number
     visible: Tensor | None  # (rows, 1, 1, max_context) bool; None if all is
 
 
@@ -151,8 +151,8 @@ def _gather(
         visible = None if least_context == max_context else (positions < ends[rows, None])[:, None, None, :]
         positions = torch.minimum(positions, ends[rows, None] - 1)
         blocks = block_tables[rows].gather(1, positions // block_size).long().clamp(min=0)
-        lines = (blocks.unsqueeze(1) * num_kv_heads + heads) * block_size + (positions % block_size).unsqueeze(1)
-        parts.append(GatheredRows(slice(first_row + rows.start, first_row + rows.stop), lines.flatten(), visible))
+        ids = (blocks.unsqueeze(1) * num_kv_heads + heads) * block_size + (positions % block_size).unsqueeze(1)
+        parts.append(GatheredRows(slice(first_row + rows.start, first_row + rows.stop), ids.flatten(), visible))
     return parts
 
 
@@ -172,8 +172,8 @@ def _attend(
         )
     else:
         visible, shape = part.visible, (q.shape[0], q.shape[1], -1, q.shape[3])
-        k = _gathered(cache.k, cache.k_scales, part.lines, q.dtype).view(shape)
-        v = _gathered(cache.v, cache.v_scales, part.lines, q.dtype).view(shape)
+        k = _gathered(cache.k, cache.k_scales, part.vector_ids, q.dtype).view(shape)
+        v = _gathered(cache.v, cache.v_scales, part.vector_ids, q.dtype).view(shape)
     if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     if visible is None:
@@ -184,8 +184,8 @@ def _attend(
     return attention_with_sinks(q, k, v, visible, scale, sinks)
 
 
-def _gathered(side: Tensor, scales: Tensor | None, lines: Tensor, dtype: torch.dtype) -> Tensor:
-    vectors = side.view(-1, side.shape[-1]).index_select(0, lines)
+def _gathered(side: Tensor, scales: Tensor | None, vector_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    vectors = side.view(-1, side.shape[-1]).index_select(0, vector_ids)
     if scales is None:
         return vectors
-    return (vectors.float() * scales.view(-1)[lines].unsqueeze(1)).to(dtype)
+    return (vectors.float() * scales.view(-1)[vector_ids].unsqueeze(1)).to(dtype)

@@ -14,7 +14,7 @@ class StorePlan:
     """Holds what the layers of a step share that write to the same slots: where, and the factors of their rotations."""
 
     kept: Tensor | None  # (num_tokens,) bool: which tokens are written; None: all
-    lines: Tensor  # (num_kept, num_kv_heads) int64: (block, head, offset) of each vector, as one number
+    vector_ids: Tensor  # (num_kept, num_kv_heads) int64: (block, head, offset) of each vector, as one number
     # By the table of cosines and sines, which outlives the step, and `interleaved`: what dimensions and their partners
     # are multiplied by, (num_tokens, 1, rotary_dim) each.
     factors: dict[tuple[int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -83,8 +83,8 @@ def planned_store(k: Tensor, v: Tensor, cache: LayerCache, plan: StorePlan) -> N
         stored = x if plan.kept is None else x[plan.kept]
         if scales is not None:
             stored, factors = quantize_vectors(stored, side.dtype)
-            scales.view(-1).index_put_((plan.lines,), factors)
-        side.view(-1, side.shape[3]).index_put_((plan.lines,), stored)
+            scales.view(-1).index_put_((plan.vector_ids,), factors)
+        side.view(-1, side.shape[3]).index_put_((plan.vector_ids,), stored)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.int4.spec import ZERO, pack, unpack
-from nanoinfer.quantization.cpu_products import Packed, has_fast_kernels
+from nanoinfer.quantization.cpu_products import Prepacked, has_fast_kernels
 from nanoinfer.quantization.int4.formats import Int4Config
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 
@@ -48,7 +48,7 @@ class CpuInt4Weight(NamedTuple):
         return wide.view(num_outputs, -1)
 
 
-class PackedInt4(Packed[CpuInt4Weight]):
+class PrepackedInt4(Prepacked[CpuInt4Weight]):
     """Holds a weight in 4 bits as a CPU reads it. block: inputs that are packed together in the plain weight."""
 
     def __init__(self, numbers: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype) -> None:
@@ -88,13 +88,13 @@ class CpuInt4LinearMethod(Int4LinearMethod):
     def __init__(self, config: Int4Config, layer: Any) -> None:
         super().__init__(config, layer)
         tensors = layer.weight, layer.weight_scale, layer.weight_zero_point
-        self._weight = PackedInt4(*tensors, self.block, self.dtype)
+        self._weight = PrepackedInt4(*tensors, self.block, self.dtype)
 
     def wide_weight(self, layer: Any) -> Tensor:
-        return self._weight.packed().widen(self.dtype)
+        return self._weight.prepacked().widen(self.dtype)
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        x, weight = cast(Tensor, x), self._weight.packed()
+        x, weight = cast(Tensor, x), self._weight.prepacked()
         if weight.for_kernel is None or len(x) > MAX_KERNEL_ROWS:
             return F.linear(x, weight.widen(self.dtype), bias)
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x.contiguous(), *weight.for_kernel)

@@ -73,6 +73,10 @@ class Int4Config(QuantizationConfig):
         return is_listed and QuantizationConfig.covers(self, module)
 
     @property
+    def has_bfloat16_kernels(self) -> bool:
+        return not self.orders_inputs
+
+    @property
     def shard_multiple(self) -> int:
         return self.group_size or 8
 
