@@ -44,7 +44,7 @@ class HiddenStatesRequest:
     received: dict[int | None, dict[int, Any]] = field(default_factory=dict)
 
     def row_value(self, num_prompt_tokens: int) -> list[int]:
-        """Return the numbers of the request's `WantedStates`, without the first, and its layers after them."""
+        """Return the fields of `WantedStates` after num_prompt_tokens as one list, the layers at its end."""
         second_text = num_prompt_tokens if self.second_text is None else self.second_text
         return [self.pools, self.layers_from, self.take is not None, second_text, *self.layers]
 

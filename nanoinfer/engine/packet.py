@@ -43,7 +43,7 @@ class ChunkRecord(NamedTuple):
 
 
 class DecodeRecord(NamedTuple):
-    """A row that computes one token, as the packet carries it."""
+    """A row to decode, as the packet carries it: it computes its newest token, and what is proposed after it."""
 
     row: int
     num_shared_blocks: int  # how many of its first blocks are read together with its prefix sharers; 0 if it has none

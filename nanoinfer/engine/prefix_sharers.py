@@ -78,19 +78,19 @@ class SharerFinder:
     def arrange(self, decode: list[Sequence]) -> tuple[list[Sequence], list[PrefixSharers]]:
         """Return the sequences of a decode step in the order of its rows, and which of them share blocks.
 
-        Sharers come first; the others stay in their order. Later steps may get the same lists, so
-        callers must not change them.
+        Sharers come first; the others stay in their order. Later steps may get the same lists, so callers must not
+        change them.
         """
         if self.max_prefix_sharers < 2:
             return decode, []
         if self._is_stale or decode != self._decode:
             if self._is_stale or len(decode) < REGROUP_BELOW * self._num_searched:
-                groups = self._find(decode)
+                found = self._find(decode)
                 self._num_searched = len(decode)
             else:
-                groups = self._without_leavers(decode)
-            num_saved_blocks = sum(group.num_saved_blocks for group in groups)
-            self._sharers = groups if num_saved_blocks * self.block_size >= self.min_saved_tokens else []
+                found = self._without_leavers(decode)
+            num_saved_blocks = sum(sharers.num_saved_blocks for sharers in found)
+            self._sharers = found if num_saved_blocks * self.block_size >= self.min_saved_tokens else []
             self._arranged = _lay_out(decode, self._sharers)
             self._decode, self._is_stale = decode, False
         return self._arranged
@@ -100,8 +100,8 @@ class SharerFinder:
         if not self._sharers:
             return []
         staying = set(decode)
-        groups = [group._replace(seqs=[seq for seq in group.seqs if seq in staying]) for group in self._sharers]
-        return [group for group in groups if len(group.seqs) > 1]
+        left = [one._replace(seqs=[seq for seq in one.seqs if seq in staying]) for one in self._sharers]
+        return [sharers for sharers in left if len(sharers.seqs) > 1]
 
     def _find(self, decode: list[Sequence]) -> list[Sharers]:
         """Return all sharers of a step, worth it or not, by the block tables alone."""
@@ -111,13 +111,13 @@ class SharerFinder:
         by_first_block: dict[int, list[Sequence]] = {}
         for seq in decode:
             by_first_block.setdefault(seq.block_table[0], []).append(seq)
-        groups = []
+        found = []
         for family in by_first_block.values():
             for seqs in _split_family(family):
                 # A single row that is left over shares with none.
                 for first in range(0, len(seqs) - 1, self.max_prefix_sharers):
-                    groups.append(self._of(seqs[first : first + self.max_prefix_sharers]))
-        return groups
+                    found.append(self._of(seqs[first : first + self.max_prefix_sharers]))
+        return found
 
     def _of(self, seqs: list[Sequence]) -> Sharers:
         # Sorted sequences between these two have the same blocks. A part of a run may share more than the run does.
@@ -138,7 +138,7 @@ def _split_family(family: list[Sequence]) -> list[list[Sequence]]:
     """
     family = sorted(family, key=lambda seq: seq.block_table)
     num_common = [_num_common_blocks(seq, following) for seq, following in pairwise(family)]
-    groups = []
+    found = []
     open_runs = [Sharers([], num_blocks=0)]  # runs that the current sequence lies in, the innermost last
     for seq, num_blocks in zip(family, [*num_common, 0], strict=True):  # blocks that it shares with the next one
         if num_blocks > open_runs[-1].num_blocks:
@@ -150,10 +150,10 @@ def _split_family(family: list[Sequence]) -> list[list[Sequence]]:
                 open_runs.append(Sharers([], num_blocks))
             around = open_runs[-1]
             if run.num_saved_blocks > len(run.seqs) * around.num_blocks:
-                groups.append(run.seqs)
+                found.append(run.seqs)
             else:
                 around.seqs.extend(run.seqs)
-    return groups
+    return found
 
 
 def _num_common_blocks(one: Sequence, other: Sequence) -> int:
@@ -161,15 +161,15 @@ def _num_common_blocks(one: Sequence, other: Sequence) -> int:
     return indexOf(map(ne, one.block_table, other.block_table), True)
 
 
-def _lay_out(decode: list[Sequence], groups: list[Sharers]) -> tuple[list[Sequence], list[PrefixSharers]]:
+def _lay_out(decode: list[Sequence], found: list[Sharers]) -> tuple[list[Sequence], list[PrefixSharers]]:
     """Return the sequences with the sharers first, and where among them they are."""
-    if not groups:
+    if not found:
         return decode, []
-    order = [*chain.from_iterable(group.seqs for group in groups)]
-    grouped = set(order)
+    order = [*chain.from_iterable(sharers.seqs for sharers in found)]
+    sharing = set(order)
     prefix_sharers = []
     first_row = 0
-    for group in groups:
-        prefix_sharers.append(PrefixSharers(first_row, len(group.seqs), group.num_blocks))
-        first_row += len(group.seqs)
-    return order + [seq for seq in decode if seq not in grouped], prefix_sharers
+    for sharers in found:
+        prefix_sharers.append(PrefixSharers(first_row, len(sharers.seqs), sharers.num_blocks))
+        first_row += len(sharers.seqs)
+    return order + [seq for seq in decode if seq not in sharing], prefix_sharers

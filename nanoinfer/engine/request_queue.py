@@ -116,8 +116,7 @@ class RequestQueue:
                     self._steps.add_request(request_id, request, to)
                     inbox.request_ids.add(request_id)
             finally:
-                if request_ids is None:
-                    reserved.release(ids)
+                reserved.release({*ids} - inbox.request_ids)  # those that an error kept from being queued
             if inbox.is_abandoned:
                 self.abandon(inbox)
         return [*ids]

@@ -242,22 +242,22 @@ class FakeDevice:
         return nan_rows
 
     def check_prefix_sharers(self, decode_rows: list[list[int]]) -> None:
-        """Attention takes the first blocks of a group's first row for all rows of the group, and masks no token."""
-        in_no_group = [True] * len(decode_rows)
+        """Attention takes the first blocks of the first of some sharers for all of them, and masks no token."""
+        shares_with_none = [True] * len(decode_rows)
         for first_row, (first, num_blocks, num_rows) in enumerate(decode_rows):
             if num_rows == 0:
                 continue
             assert num_rows > 1
             assert num_blocks > 0
             for index in range(first_row, first_row + num_rows):
-                assert in_no_group[index], "a row is in two groups"
-                in_no_group[index] = False
+                assert shares_with_none[index], "a row shares in two ways"
+                shares_with_none[index] = False
                 row, num_shared_blocks, _ = decode_rows[index]
                 assert num_shared_blocks == num_blocks
                 assert num_blocks * self.block_size < len(self.token_ids[row]), "the newest token is its row's own"
                 for column in range(num_blocks):
                     assert self.block_tables[row][column] == self.block_tables[first][column]
-        assert all(decode_rows[index][1] == 0 for index, alone in enumerate(in_no_group) if alone)
+        assert all(decode_rows[index][1] == 0 for index, alone in enumerate(shares_with_none) if alone)
 
     def slot(self, row: int, position: int, group: int = 0) -> tuple[int, int]:
         block_id = self.block_tables[row + group * self.num_rows][position // self.block_size]
@@ -302,10 +302,10 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
         assert all(in_flight and seq.num_tokens == seq.stopping.max_num_tokens for seq in left_out), (
             "its last token is in flight"
         )
-        in_groups = batch.decode[: sum(group.num_rows for group in batch.prefix_sharers)]
-        others = [seq for seq in scheduler.running if seq not in left_out and seq not in in_groups]
+        sharing = batch.decode[: sum(sharers.num_rows for sharers in batch.prefix_sharers)]
+        others = [seq for seq in scheduler.running if seq not in left_out and seq not in sharing]
         # Rows of several tokens share in smaller sets, which may leave some rows out.
-        assert batch.num_tokens > 1 or batch.decode == in_groups + others, "only the rows of groups leave their order"
+        assert batch.num_tokens > 1 or batch.decode == sharing + others, "only sharers leave their order"
         assert len(batch.decode) == len(scheduler.running) - len(left_out)
 
 

@@ -558,34 +558,34 @@ def test_a_stop_token_of_the_model_or_the_request_or_max_tokens_ends_a_completio
     assert seq.status is SequenceStatus.FINISHED
 
 
-# --- prefix groups of decode rows ---
+# --- prefix sharers among decode rows ---
 
 
-def groups(batch: ScheduledBatch) -> list[tuple[list[int], int]]:
-    """(sequences, shared blocks) of each prefix group."""
+def sharers(batch: ScheduledBatch) -> list[tuple[list[int], int]]:
+    """(sequences, shared blocks) of each set of prefix sharers."""
     return [
         (ids(batch.decode[first_row : first_row + num_rows]), num_blocks)
         for first_row, num_rows, num_blocks in batch.prefix_sharers
     ]
 
 
-def test_prompts_with_equal_first_blocks_decode_as_a_group() -> None:
+def test_prompts_with_equal_first_blocks_decode_as_sharers() -> None:
     scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 3, 4, 5], [9], [1, 2, 3, 4, 6, 7], [1, 2, 3, 4, 8])
     step(scheduler)
     batch = step(scheduler, token_id=5)
-    assert (ids(batch.decode), groups(batch)) == ([0, 2, 3, 1], [([0, 2, 3], 2)])
+    assert (ids(batch.decode), sharers(batch)) == ([0, 2, 3, 1], [([0, 2, 3], 2)])
     assert ids(batch.sampled) == [0, 2, 3, 1], "the tokens come in the order of the rows"
 
 
-def test_the_samples_of_one_prompt_are_a_group_without_its_last_block() -> None:
+def test_the_samples_of_one_prompt_share_all_but_its_last_block() -> None:
     scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4])  # the last token is computed by each
     step(scheduler)
-    assert groups(step(scheduler)) == [([0, 1, 2], 1)]
+    assert sharers(step(scheduler)) == [([0, 1, 2], 1)]
 
 
-def test_a_batch_without_shared_blocks_keeps_its_order_and_has_no_groups() -> None:
+def test_a_batch_without_shared_blocks_keeps_its_order_and_has_no_sharers() -> None:
     scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [3, 3, 3], [1, 1, 1], [2, 2, 2])
     step(scheduler)
@@ -593,7 +593,7 @@ def test_a_batch_without_shared_blocks_keeps_its_order_and_has_no_groups() -> No
     assert (ids(batch.decode), batch.prefix_sharers) == ([0, 1, 2], [])
 
 
-def test_where_attention_cannot_read_a_shared_prefix_at_once_there_are_no_groups() -> None:
+def test_where_attention_cannot_read_a_shared_prefix_at_once_there_are_no_sharers() -> None:
     scheduler = make_scheduler(block_size=2)
     add_prompts(scheduler, [1, 2, 3], [9], [1, 2, 3])
     step(scheduler)
@@ -601,44 +601,44 @@ def test_where_attention_cannot_read_a_shared_prefix_at_once_there_are_no_groups
     assert (ids(batch.decode), batch.prefix_sharers) == ([0, 1, 2], [])
 
 
-def test_a_sequence_joins_a_group_when_it_is_admitted_and_leaves_it_when_it_ends() -> None:
+def test_a_sequence_joins_sharers_when_it_is_admitted_and_leaves_them_when_it_ends() -> None:
     scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     for seq_id, max_tokens in enumerate((9, 3)):
         scheduler.add(make_sequence(seq_id, [1, 2, 3], max_tokens))
     step(scheduler)
-    assert groups(step(scheduler)) == [([0, 1], 1)]
+    assert sharers(step(scheduler)) == [([0, 1], 1)]
     scheduler.add(make_sequence(2, [1, 2, 4], max_tokens=9))
     step(scheduler)
-    assert groups(step(scheduler)) == [([0, 1, 2], 1)]  # 1 ends
-    assert groups(step(scheduler)) == [([0, 2], 1)]
+    assert sharers(step(scheduler)) == [([0, 1, 2], 1)]  # 1 ends
+    assert sharers(step(scheduler)) == [([0, 2], 1)]
     scheduler.abort({0})
     batch = step(scheduler)
-    assert (ids(batch.decode), groups(batch)) == ([2], [])
+    assert (ids(batch.decode), sharers(batch)) == ([2], [])
 
 
-def test_a_preempted_sequence_leaves_its_group_and_finds_it_again_when_it_is_readmitted() -> None:
+def test_a_preempted_sequence_leaves_its_sharers_and_finds_them_again_when_it_is_readmitted() -> None:
     scheduler = make_scheduler(num_blocks=10, block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 10], [1, 2, 11], [1, 2, 12], max_tokens=9)
     step(scheduler)  # one shared block and one block each
     for _ in range(5):
-        assert groups(step(scheduler)) == [([0, 1, 2], 1)]
+        assert sharers(step(scheduler)) == [([0, 1, 2], 1)]
     batch = step(scheduler)  # all need a fifth block, and none is free
-    assert (scheduler.num_preemptions, groups(batch)) == (1, [([0, 1], 1)])
+    assert (scheduler.num_preemptions, sharers(batch)) == (1, [([0, 1], 1)])
     scheduler.abort({0})
     scheduler.reserved_tokens = 0  # so that the blocks of 0 are enough
     assert ids(step(scheduler).admitted) == [2]
-    [(members, num_blocks)] = groups(step(scheduler))
+    [(members, num_blocks)] = sharers(step(scheduler))
     assert (sorted(members), num_blocks) == ([1, 2], 1)
 
 
-def test_sequences_of_a_failed_step_are_grouped_by_their_new_block_tables() -> None:
+def test_sequences_of_a_failed_step_share_by_their_new_block_tables() -> None:
     scheduler = make_scheduler(block_size=2, max_prefix_sharers=8)
     add_prompts(scheduler, [1, 2, 3], [1, 2, 3], max_tokens=8)
     for _ in range(2):
         step(scheduler, token_id=7)
     batch = scheduler.schedule()
-    assert groups(batch) == [([0, 1], 1)]
+    assert sharers(batch) == [([0, 1], 1)]
     scheduler.discard([batch])
     step(scheduler, token_id=7)  # both know 1, 2, 3, 7, 7
-    [(members, num_blocks)] = groups(scheduler.schedule())
+    [(members, num_blocks)] = sharers(scheduler.schedule())
     assert (sorted(members), num_blocks) == ([0, 1], 2)

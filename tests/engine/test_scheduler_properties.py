@@ -234,7 +234,7 @@ class History:
             self.seen["several running"] += len(running) > 1
             self.seen["blocks shared"] += sum(len(seq.block_table) for seq in running) > self.manager.num_used_blocks
             self.seen["chunks cut"] += any(not chunk.samples for chunk in batch.prefill)
-            self.seen["prefix groups"] += bool(batch.prefix_sharers)
+            self.seen["prefix sharers"] += bool(batch.prefix_sharers)
             self.seen["copies"] += bool(batch.block_copies)
             self.seen["states kept"] += bool(batch.kept_states)
             self.seen["states restored"] += bool(batch.restored_states)
@@ -321,7 +321,7 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(ki
     wanted = (
         "several running",
         "blocks shared",
-        "prefix groups",
+        "prefix sharers",
         "chunks cut",
         "overlaps",
         "failures",

@@ -248,7 +248,8 @@ def test_texts_of_a_step_that_fails_are_computed_by_the_next_one_of_any_call(
         expected = llm.embed([*PROMPTS, *PROMPTS], use_tqdm=False)
         for inbox in inboxes:
             portions = llm.pooling_calls.prepare(PooledEmbedding, PROMPTS)
-            queue.add_requests(portions.take(), inbox, llm.engine.reserved_ids.reserve(len(PROMPTS)))
+            queue.add_requests(portions.take(), inbox)
+        assert llm.engine.num_unfinished() == 2 * len(PROMPTS)
         queue.step()
         for name in ("wait", "launch"):
             with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Which decode rows read their first blocks together."""
+"""Which decode rows read their first blocks together: sets of prefix sharers, and a row is in one set at most."""
 
 from random import Random
 
@@ -25,16 +25,16 @@ def make_prefixes(max_prefix_sharers: int = 64) -> SharerFinder:
 
 
 def arrange(prefixes: SharerFinder, decode: list[Sequence]) -> tuple[list[int], list[PrefixSharers]]:
-    order, groups = prefixes.arrange(decode)
-    return [seq.seq_id for seq in order], groups
+    order, found = prefixes.arrange(decode)
+    return [seq.seq_id for seq in order], found
 
 
-def test_rows_that_begin_with_the_same_blocks_are_a_group() -> None:
+def test_rows_that_begin_with_the_same_blocks_share_them() -> None:
     decode = with_tables([1, 2, 10], [1, 2, 11, 12], [1, 2, 13])
     assert arrange(make_prefixes(), decode) == ([0, 1, 2], [PrefixSharers(first_row=0, num_rows=3, num_blocks=2)])
 
 
-def test_rows_of_groups_come_first_and_the_others_stay_in_their_order() -> None:
+def test_sharers_come_first_and_the_others_stay_in_their_order() -> None:
     decode = with_tables([9], [5, 20], [1, 10], [8], [5, 21], [1, 11], [7])
     assert arrange(make_prefixes(), decode) == ([1, 4, 2, 5, 0, 3, 6], [PrefixSharers(0, 2, 1), PrefixSharers(2, 2, 1)])
 
@@ -57,7 +57,7 @@ def test_equal_blocks_after_different_ones_are_not_a_prefix() -> None:
     assert arrange(make_prefixes(), decode) == ([0, 1], [])
 
 
-def test_one_row_alone_is_no_group_and_no_row_at_all_is_fine() -> None:
+def test_one_row_alone_is_no_set_and_no_row_at_all_is_fine() -> None:
     assert arrange(make_prefixes(), with_tables([1, 2, 3])) == ([0], [])
     assert arrange(make_prefixes(), []) == ([], [])
 
@@ -65,14 +65,14 @@ def test_one_row_alone_is_no_group_and_no_row_at_all_is_fine() -> None:
 @pytest.mark.parametrize(
     ("num_rows", "sizes"), [(2, [2]), (3, [3]), (4, [3]), (5, [3, 2]), (6, [3, 3]), (7, [3, 3]), (8, [3, 3, 2])]
 )
-def test_a_group_has_max_group_rows_at_most_and_two_at_least(num_rows: int, sizes: list[int]) -> None:
+def test_a_set_has_two_rows_at_least_and_no_more_than_attention_reads_at_once(num_rows: int, sizes: list[int]) -> None:
     decode = with_tables(*([1, 10 + row] for row in range(num_rows)))
-    _, groups = arrange(make_prefixes(max_prefix_sharers=3), decode)
-    assert [group.num_rows for group in groups] == sizes
+    _, found = arrange(make_prefixes(max_prefix_sharers=3), decode)
+    assert [one.num_rows for one in found] == sizes
 
 
 @pytest.mark.parametrize("max_prefix_sharers", [0, 1])
-def test_there_are_no_groups_where_attention_cannot_read_a_block_for_two_rows(max_prefix_sharers: int) -> None:
+def test_there_are_no_sets_where_attention_cannot_read_a_block_for_two_rows(max_prefix_sharers: int) -> None:
     decode = with_tables([1, 10], [2, 11], [1, 12])
     assert arrange(make_prefixes(max_prefix_sharers), decode) == ([0, 1, 2], [])
 
@@ -82,17 +82,17 @@ def test_there_are_no_groups_where_attention_cannot_read_a_block_for_two_rows(ma
 
 def test_a_row_that_shares_less_is_left_out_where_the_others_would_lose_more_than_it_saves() -> None:
     decode = with_tables([1, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 12])
-    # As a group of three they save 2 reads, and the last two alone save 4.
+    # As a set of three they save 2 reads, and the last two alone save 4.
     assert arrange(make_prefixes(), decode) == ([1, 2, 0], [PrefixSharers(0, 2, 4)])
 
 
 def test_a_row_that_shares_less_joins_where_all_together_save_more() -> None:
     decode = with_tables([1, 2, 10], [1, 2, 3, 11], [1, 2, 3, 12])
-    # As a group of three they save 4 reads, and the last two alone save 3.
+    # As a set of three they save 4 reads, and the last two alone save 3.
     assert arrange(make_prefixes(), decode)[1] == [PrefixSharers(0, 3, 2)]
 
 
-def test_samples_of_long_prompts_with_one_system_prompt_are_grouped_by_prompt() -> None:
+def test_samples_of_long_prompts_with_one_system_prompt_share_by_prompt() -> None:
     """Single samples that share only the system prompt, block 1, do not draw the others to their level."""
     long, shorter, single = [1, 20, 21, 22], [1, 40, 41], [1]
     decode = with_tables(
@@ -100,17 +100,17 @@ def test_samples_of_long_prompts_with_one_system_prompt_are_grouped_by_prompt() 
         *([*long, 30 + sample] for sample in range(3)),
         *([*shorter, 50 + sample] for sample in range(2)),
     )
-    order, groups = arrange(make_prefixes(), decode)
-    assert groups == [PrefixSharers(0, 3, 4), PrefixSharers(3, 2, 3), PrefixSharers(5, 2, 1)]
+    order, found = arrange(make_prefixes(), decode)
+    assert found == [PrefixSharers(0, 3, 4), PrefixSharers(3, 2, 3), PrefixSharers(5, 2, 1)]
     assert order == [2, 3, 4, 5, 6, 0, 1]
 
 
-def test_short_prompts_with_a_long_system_prompt_are_one_group() -> None:
+def test_short_prompts_with_a_long_system_prompt_are_one_set() -> None:
     decode = with_tables([1, 2, 3, 10, 20], [1, 2, 3, 10, 21], [1, 2, 3, 11, 22], [1, 2, 3, 11, 23])
-    assert arrange(make_prefixes(), decode)[1] == [PrefixSharers(0, 4, 3)], "9 reads saved, and as two groups 8"
+    assert arrange(make_prefixes(), decode)[1] == [PrefixSharers(0, 4, 3)], "9 reads saved, and as two sets 8"
 
 
-def test_a_group_cut_for_its_size_shares_all_that_its_rows_have_in_common() -> None:
+def test_a_set_cut_for_its_size_shares_all_that_its_rows_have_in_common() -> None:
     decode = with_tables([1, 2, 3, 10, 20], [1, 2, 3, 10, 21], [1, 2, 3, 11, 22], [1, 2, 3, 11, 23])
     assert arrange(make_prefixes(max_prefix_sharers=2), decode)[1] == [PrefixSharers(0, 2, 4), PrefixSharers(2, 2, 4)]
 
@@ -118,11 +118,11 @@ def test_a_group_cut_for_its_size_shares_all_that_its_rows_have_in_common() -> N
 # Too little to be worth a second pass.
 
 
-def test_a_step_that_would_save_less_than_the_threshold_has_no_groups() -> None:
+def test_a_step_that_would_save_less_than_the_threshold_has_no_sets() -> None:
     decode = with_tables([1, 10], [1, 11], [2, 3, 12], [2, 3, 13])  # 1 block and 2 blocks
-    for min_saved_tokens, num_groups in ((3 * BLOCK_SIZE, 2), (3 * BLOCK_SIZE + 1, 0)):
-        order, groups = arrange(SharerFinder(64, BLOCK_SIZE, min_saved_tokens), decode)
-        assert (order, len(groups)) == ([0, 1, 2, 3], num_groups)
+    for min_saved_tokens, num_sets in ((3 * BLOCK_SIZE, 2), (3 * BLOCK_SIZE + 1, 0)):
+        order, found = arrange(SharerFinder(64, BLOCK_SIZE, min_saved_tokens), decode)
+        assert (order, len(found)) == ([0, 1, 2, 3], num_sets)
 
 
 def test_by_default_two_rows_with_a_short_prefix_are_not_worth_it() -> None:
@@ -131,7 +131,7 @@ def test_by_default_two_rows_with_a_short_prefix_are_not_worth_it() -> None:
     assert MIN_SAVED_TOKENS > BLOCK_SIZE
 
 
-def test_groups_that_come_under_the_threshold_as_rows_leave_are_dissolved() -> None:
+def test_sets_that_come_under_the_threshold_as_rows_leave_are_dissolved() -> None:
     decode = with_tables([1, 10], [9], [1, 11], [1, 12])
     prefixes = SharerFinder(64, BLOCK_SIZE, min_saved_tokens=2 * BLOCK_SIZE)
     assert arrange(prefixes, decode) == ([0, 2, 3, 1], [PrefixSharers(0, 3, 1)])
@@ -143,14 +143,14 @@ def test_groups_that_come_under_the_threshold_as_rows_leave_are_dissolved() -> N
 
 def test_a_step_with_the_same_sequences_gets_the_very_same_arrangement() -> None:
     prefixes, decode = make_prefixes(), with_tables([1, 10], [1, 11])
-    order, groups = prefixes.arrange(decode)
+    order, found = prefixes.arrange(decode)
     decode[0].block_table.append(12)  # a block of its own for its next tokens
-    again, groups_again = prefixes.arrange([*decode])
+    again, found_again = prefixes.arrange([*decode])
     assert again is order
-    assert groups_again is groups
+    assert found_again is found
 
 
-def test_a_row_that_leaves_is_dropped_from_its_group_and_the_other_groups_stay() -> None:
+def test_a_row_that_leaves_is_dropped_from_its_set_and_the_other_sets_stay() -> None:
     decode = with_tables([1, 10], [1, 11], [1, 12], [5, 20], [5, 21], [9])
     prefixes = make_prefixes()
     arrange(prefixes, decode)
@@ -158,7 +158,7 @@ def test_a_row_that_leaves_is_dropped_from_its_group_and_the_other_groups_stay()
     assert arrange(prefixes, left) == ([0, 2, 3, 4, 5], [PrefixSharers(0, 2, 1), PrefixSharers(2, 2, 1)])
 
 
-def test_a_group_with_one_row_left_is_dissolved() -> None:
+def test_a_set_with_one_row_left_is_dissolved() -> None:
     decode = with_tables([1, 10], [1, 11], [5, 20], [5, 21])
     prefixes = make_prefixes()
     arrange(prefixes, decode)
@@ -166,7 +166,7 @@ def test_a_group_with_one_row_left_is_dissolved() -> None:
     assert arrange(prefixes, decode[1:3]) == ([1, 2], [])
 
 
-def test_small_groups_are_joined_where_fewer_than_three_quarters_of_the_rows_are_left() -> None:
+def test_small_sets_are_joined_where_fewer_than_three_quarters_of_the_rows_are_left() -> None:
     decode = with_tables(*([1, 10 + row] for row in range(8)))
     prefixes = make_prefixes(max_prefix_sharers=4)
     assert arrange(prefixes, decode)[1] == [PrefixSharers(0, 4, 1), PrefixSharers(4, 4, 1)]
@@ -175,7 +175,7 @@ def test_small_groups_are_joined_where_fewer_than_three_quarters_of_the_rows_are
     assert arrange(prefixes, decode[3:6])[1] == [PrefixSharers(0, 3, 1)], "three of the last four stay"
 
 
-def test_a_row_that_joins_finds_its_group() -> None:
+def test_a_row_that_joins_finds_its_set() -> None:
     decode = with_tables([1, 10], [9], [1, 11], [1, 12])
     prefixes = make_prefixes()
     assert arrange(prefixes, decode[:2]) == ([0, 1], [])
@@ -183,7 +183,7 @@ def test_a_row_that_joins_finds_its_group() -> None:
     assert arrange(prefixes, decode) == ([0, 2, 3, 1], [PrefixSharers(0, 3, 1)])
 
 
-def test_a_row_with_another_block_table_than_before_loses_its_group() -> None:
+def test_a_row_with_another_block_table_than_before_loses_its_set() -> None:
     decode = with_tables([1, 10], [1, 11], [1, 12])
     prefixes = make_prefixes()
     arrange(prefixes, decode)
@@ -222,12 +222,12 @@ def num_common_blocks(seqs: list[Sequence]) -> int:
 
 def check(prefixes: SharerFinder, decode: list[Sequence]) -> int:
     """Whatever was asked for before, an arrangement keeps all rules; return how many block reads it saves."""
-    order, groups = prefixes.arrange(decode)
+    order, found = prefixes.arrange(decode)
     assert len(order) == len(decode)
     assert set(order) == set(decode)
     next_row = num_saved = 0
-    for first_row, num_rows, num_blocks in groups:
-        assert first_row == next_row, "groups lie side by side from row 0 on, so no row is in two"
+    for first_row, num_rows, num_blocks in found:
+        assert first_row == next_row, "sets lie side by side from row 0 on, so no row is in two"
         next_row += num_rows
         seqs = order[first_row:next_row]
         assert 2 <= num_rows <= prefixes.max_prefix_sharers
@@ -235,12 +235,12 @@ def check(prefixes: SharerFinder, decode: list[Sequence]) -> int:
         assert all(num_blocks * BLOCK_SIZE < seq.num_computed_tokens for seq in seqs)
         num_saved += (num_rows - 1) * num_blocks
     assert order[next_row:] == [seq for seq in decode if seq not in order[:next_row]]
-    assert not groups or num_saved * BLOCK_SIZE >= prefixes.min_saved_tokens
+    assert not found or num_saved * BLOCK_SIZE >= prefixes.min_saved_tokens
     return num_saved
 
 
 def best_level(decode: list[Sequence]) -> int:
-    """The most that groups by one common length save: of all rows with equal first n blocks, for the best n."""
+    """The most that sets by one common length save: of all rows with equal first n blocks, for the best n."""
     most = 0
     for num_blocks in range(1, max(len(seq.block_table) for seq in decode)):
         prefixes = [tuple(seq.block_table[:num_blocks]) for seq in decode if len(seq.block_table) > num_blocks]
@@ -264,7 +264,7 @@ def test_random_rows_that_come_and_go_are_arranged_by_the_rules(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_groups_save_about_what_the_best_common_length_saves_or_more(seed: int) -> None:
+def test_sets_save_about_what_the_best_common_length_saves_or_more(seed: int) -> None:
     random = Random(seed)
     decode: list[Sequence] = []
     for seq_id in range(random.randint(2, 40)):
