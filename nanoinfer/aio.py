@@ -35,7 +35,7 @@ Prepare = Callable[[], list[PreparedRequest]]
 
 
 class AsyncCall:
-    """A call of one task. It is made in the task's event loop; the thread that runs the steps fills it.
+    """Holds a call of one task. It is made in the task's event loop; the thread that runs the steps fills it.
 
     prepare: checks the requests and returns them. inbox: what has come of them; it is abandoned when the task waits no
     more.
@@ -165,7 +165,7 @@ class AsyncCalls:
 
 
 class AsyncMethods:
-    """A base of `LLM`, which sets these fields: the methods that tasks await."""
+    """Gives `LLM`, which sets these fields, the methods that tasks await."""
 
     engine: Engine
     preparer: Preparer
@@ -206,7 +206,7 @@ class AsyncMethods:
 
 
 class ChunkStream(AsyncGenerator[StreamChunk, None]):
-    """An async generator that aborts what is unfinished as soon as it is forgotten, such as by a loop that is left.
+    """Yields chunks, and aborts unfinished requests as soon as it is forgotten, such as by a loop that is left.
 
     One of Python's own would be closed in a later turn of the event loop. scope: what is closed then.
     """

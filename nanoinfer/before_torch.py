@@ -6,7 +6,7 @@ import time
 
 
 class ImportSeconds:
-    """How long the imports took. The first engine takes it, for its log."""
+    """Says how long the imports took. The first engine takes it, for its log."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()

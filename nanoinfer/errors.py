@@ -27,7 +27,7 @@ Dataclass = TypeVar("Dataclass")
 
 
 class NanoinferError(Exception):
-    """Anything that nanoinfer raises on purpose."""
+    """Is the base of all that nanoinfer raises on purpose."""
 
 
 class ConfigError(NanoinferError, ValueError):

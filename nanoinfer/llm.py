@@ -55,7 +55,7 @@ import_seconds.end()
 
 @with_vllm_names
 class LLM(PoolingMethods, ControlMethods, AsyncMethods):
-    """A language model, loaded and ready.
+    """Loads a language model, and completes prompts with it.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))

@@ -108,7 +108,7 @@ class ModelFiles:
 
 
 class LoadedEngine(NamedTuple):
-    """An engine that is ready, and what belongs to it."""
+    """Holds an engine that is ready, and what belongs to it."""
 
     engine: Engine
     queue: RequestQueue

@@ -59,7 +59,7 @@ def html_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 class MadeLater:
-    """A base of dataclasses with slots: holds what is made of an object when it is first asked for.
+    """Lets dataclasses with slots keep what is made of an object when it is first asked for.
 
     It is no field, so tables, comparisons and `replace` do not see it. Pickled objects have it ready.
     """
@@ -316,7 +316,7 @@ Output = TypeVar("Output")  # has `to_dict` and `html_row`
 
 
 class OutputList(list[Output]):
-    """A list of what a call returns: a notebook shows it as a table, and its slices too.
+    """Lists what a call returns: a notebook shows it as a table, and its slices too.
 
     head: the names of the table's columns.
     """
@@ -357,7 +357,7 @@ class OutputList(list[Output]):
 
 
 class RequestOutputs(OutputList[RequestOutput]):
-    """What `generate` and `chat` return. A row of the table is a completion."""
+    """Lists what `generate` and `chat` return. A row of its table is a completion."""
 
     head = "request", "prompt", "completion", "tokens in + out", "finish_reason"
 
@@ -425,6 +425,6 @@ class Score:
 
 
 class Scores(OutputList[Score]):
-    """What `score` returns."""
+    """Lists what `score` returns."""
 
     head = "token_ids", "logprobs", "total", "is_greedy"

@@ -133,6 +133,6 @@ class PoolingRequestOutput(Generic[Contents]):
 
 
 class PoolingOutputs(OutputList[PoolingRequestOutput[Contents]]):
-    """What `embed`, `classify` and `reward` return."""
+    """Lists what `embed`, `classify` and `reward` return."""
 
     head = "request", "prompt", "output", "tokens in"

@@ -23,7 +23,7 @@ def check_scores(logprobs_mode: str) -> None:
 
 
 class Pairs:
-    """The pairs of one call to `LLM.score`: prepares their requests, and reads the scores from the outputs."""
+    """Prepares the requests of the pairs of one call to `LLM.score`, and reads the scores from the outputs."""
 
     def __init__(self, prompts: PromptProcessor, firsts: Sequence[Prompt], seconds: Sequence[Prompt]) -> None:
         if len(firsts) == 1 and seconds:

@@ -31,7 +31,7 @@ CHECKOUT = Path(__file__).parents[2]  # of this version
 
 
 class EngineProcess:
-    """A process with the engine of a checkout. environment: variables that it has beside those of this process."""
+    """Runs the engine of a checkout in a process. environment: variables that it has beside those of this process."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         self.folder = folder

@@ -24,7 +24,7 @@ ENDLESS = 2**40  # tokens, more than any sequence has
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer with attention finds its blocks: by which block table, and as which of a page's layers."""
+    """Says by which block table a layer with attention finds its blocks, and which of a page's layers it is."""
 
     table: int = 0
     layer: int = 0

@@ -256,7 +256,7 @@ class MaskChanges(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestConstraint:
-    """What one request asks for, checked and compiled.
+    """Makes the constraints of one request, whose options are checked and compiled.
 
     stop_ids: the model's stop tokens and the request's own.
     within: changes to the grammar's mask where the text may not end: own stop tokens that are text would end it early.

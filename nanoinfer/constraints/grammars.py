@@ -28,7 +28,7 @@ Source = str | dict[str, Any]  # a grammar in Lark, or the library's dict of sev
 
 
 class Grammar:
-    """One compiled grammar: makes a matcher for each sample.
+    """Holds one compiled grammar, and makes a matcher for each sample.
 
     source: the grammar as the library reads it. limits: what that may cost.
     first_mask: (num_words,) int32: the tokens that a text may begin with.
@@ -50,7 +50,7 @@ class Grammar:
 
 
 class GrammarLibrary:
-    """llguidance, set up for one tokenizer, which takes up to a second.
+    """Holds llguidance, set up for one tokenizer, which takes up to a second.
 
     vocab_size: width of the logits; ids without a token are never allowed.
     stop_token_ids: the model's; masks allow them where the text may end. switches: those that are on for all.

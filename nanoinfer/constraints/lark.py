@@ -122,20 +122,20 @@ def _format_of(tag: dict[str, Any]) -> Any:
 
 
 class _Text(NamedTuple):
-    """A text, or one of several."""
+    """Describes a text, or one of several."""
 
     options: Sequence[str]
 
 
 class _Lark(NamedTuple):
-    """An expression. One that is open ends in any text, so that nothing can follow it."""
+    """Holds an expression. One that is open ends in any text, so that nothing can follow it."""
 
     lark: str
     is_open: bool = False
 
 
 class _AnyText(NamedTuple):
-    """Any text, up to the text that follows, if one does."""
+    """Stands for any text, up to the text that follows, if one does."""
 
 
 _Piece = _Text | _Lark | _AnyText

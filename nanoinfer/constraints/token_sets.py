@@ -58,7 +58,7 @@ def find_empty(bits: Bits, rows: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class TokenSet:
-    """What allowed_token_ids and bad_words leave of the vocabulary.
+    """Holds the tokens that allowed_token_ids and bad_words leave of the vocabulary.
 
     always: what they leave wherever the text is.
     endings: bad words of several tokens, by their last token but one: (all tokens but the last; the last token, which

@@ -40,7 +40,7 @@ class GpuTimer:
 
 @dataclass(slots=True, eq=False)
 class OpenStep:
-    """A step that was launched and has no event yet."""
+    """Describes a step that was launched and has no event yet."""
 
     batch: ScheduledBatch
     facts: dict[str, Any]  # fields of its StepEvent, as they become known

@@ -8,7 +8,7 @@ from nanoinfer.control.weight_control import Control
 
 
 class ControlMethods:
-    """A base of `LLM`, which sets these fields."""
+    """Gives `LLM`, which sets these fields, the methods that control weights and memory."""
 
     _control: Control
     _weights: object  # names them for `datasets`

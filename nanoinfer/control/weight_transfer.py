@@ -96,7 +96,7 @@ def receive_weights(source: int, group: Any = None) -> Iterator[tuple[str, Tenso
 
 
 class Arriving(NamedTuple):
-    """Bytes that are on their way, and the work that brings them."""
+    """Holds bytes that are on their way, and the work that brings them."""
 
     data: Tensor
     work: Any

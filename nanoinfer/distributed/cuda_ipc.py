@@ -24,7 +24,7 @@ ALIGNMENT = 256
 
 
 class SharedGpuMemory:
-    """One rank's share of the memory, and the addresses of all ranks' shares.
+    """Holds one rank's share of the memory, and the addresses of all ranks' shares.
 
     own: (num_bytes,) uint8. flags: (num_flags,) int64, zero at first. addresses: where each rank's memory begins.
     flag_addresses: (num_ranks,) int64, where each rank's flags begin.

@@ -18,7 +18,7 @@ MIN_TWO_SHOT_BYTES = 256 * 2**10  # from this size on, more than two ranks use t
 
 
 class SymmetricMemory(SharedGpuMemory):
-    """One rank's two sets of buffers, in which every entry is empty until another rank has sent a number there.
+    """Holds one rank's two sets of buffers, in which every entry is empty until another rank has sent a number there.
 
     A rank that reads a row waits until none of its entries is empty, and leaves them empty again. Two sets of buffers,
     used in turn, are enough: a rank that starts all-reduce k + 2 has finished k + 1, so every other rank has started

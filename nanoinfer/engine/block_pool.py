@@ -23,7 +23,10 @@ from nanoinfer.engine.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A page of the pool. A group with several tables has several pages for a block of text: a column."""
+    """Describes a page of the pool.
+
+    A group with several tables holds several pages, a column, for the same block_size tokens of a sequence.
+    """
 
     block_id: int
     ref_count: int = 0  # sequences that use it, and steps that copy from it

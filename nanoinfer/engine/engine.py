@@ -25,7 +25,7 @@ StepCallback = Callable[[StepEvent], object]
 
 
 class Action(Enum):
-    """What can be asked of a request at any moment. The step that comes next does it, as `Scheduler` says."""
+    """Names what can be asked of a request at any moment. The next step does it, as `Scheduler` says."""
 
     ABORT = auto()
     PAUSE = auto()
@@ -43,7 +43,7 @@ class Recipient:
 
 
 class ReservedIds:
-    """Numbers the requests of an engine: a call reserves ids when it begins, and queues as its prompts are prepared.
+    """Gives requests their ids: a call reserves ids when it begins, and queues as its prompts are prepared.
 
     Requests that are not queued yet count as unfinished. What is asked of them meanwhile, such as an abort, is
     remembered until they are queued.
@@ -86,7 +86,7 @@ class EventSource(Protocol):
     """Has the events of steps, and what happened to requests since: a StepEventListener, or ReplicaEvents."""
 
     def stepped(self) -> Iterable[StepEvent]:
-        """The engine has run a step. Return the events that are complete with it."""
+        """Return the events that are complete now that the engine has run a step."""
 
     def take(self) -> Iterable[StepEvent]:
         """Return the events that `stepped` has not returned."""

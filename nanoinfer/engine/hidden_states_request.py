@@ -8,39 +8,29 @@ from nanoinfer.option_fields import RowOption
 
 
 class ChunkStates(NamedTuple):
-    """Hidden states of one prompt, or what pooling made of them, from one step.
+    """Holds hidden states of one prompt from one step, or the values that pooling made of them."""
 
-    chunk: index of the prompt's chunk in the step. layer: whose hidden states these are; None for pooled values. start:
-    the first prompt token that `values`, (num_tokens, size), belong to. A single pooled vector has num_tokens 1.
-    """
-
-    chunk: int
-    layer: int | None
-    start: int
-    values: Any  # a tensor on the host
+    chunk: int  # index of the prompt's chunk in the step
+    layer: int | None  # whose hidden states these are; None for pooled values
+    start: int  # the first prompt token that `values` belong to
+    values: Any  # (num_tokens, size), a tensor on the host; num_tokens is 1 for a single pooled vector
 
 
 @dataclass(slots=True, eq=False)
 class HiddenStatesRequest:
-    """What a request wants of its prompt's hidden states, and what has come so far.
+    """Says which hidden states of its prompt a request wants, and collects them as they come."""
 
-    pools: whether the states are pooled; the request then ends with its prompt. first: the first token whose states are
-    wanted; tokens before it may come from the prefix cache. make_output: makes the user's output from the request's
-    RequestOutput and this object; None where that is the RequestOutput itself. layers: the layers whose states are
-    wanted without pooling; 0 is the embedding. layers_from: the first token whose states are wanted of these layers.
-    second_text: where the second text of a pair begins; None for one text. take: called with a layer, the first token,
-    and the states on the device, as soon as their step is launched; None keeps the states in `received`. received: the
-    values that have come, by layer (None: pooled) and by the first token of each part; a part that is computed again
-    replaces the old one.
-    """
-
-    pools: bool
-    first: int
+    pools: bool  # whether the states are pooled; the request then ends with its prompt
+    first: int  # the first token whose states are wanted; tokens before it may come from the prefix cache
+    # Makes the user's output from the RequestOutput and this object; None where that is the RequestOutput itself.
     make_output: Callable[..., Any] | None = None
-    layers: tuple[int, ...] = ()
-    layers_from: int = 0
-    second_text: int | None = None
+    layers: tuple[int, ...] = ()  # whose states are wanted without pooling; 0 is the embedding
+    layers_from: int = 0  # the first token whose states are wanted of these layers
+    second_text: int | None = None  # where the second text of a pair begins; None for one text
+    # Called with a layer, the first token, and the states on the device, as soon as their step is launched. None keeps
+    # the states in `received`.
     take: Callable[[int, int, Any], object] | None = None
+    # By layer (None: pooled) and by the first token of each part; a part that is computed again replaces the old one.
     received: dict[int | None, dict[int, Any]] = field(default_factory=dict)
 
     def row_value(self, num_prompt_tokens: int) -> list[int]:
@@ -73,7 +63,7 @@ HIDDEN_STATES = RowOption(derive=_row_value)
 
 
 class WantedStates(NamedTuple):
-    """What a row wants of its prompt's hidden states."""
+    """Says which hidden states of its prompt a row wants."""
 
     num_prompt_tokens: int
     pools: int  # 1: they are pooled, and no token is sampled

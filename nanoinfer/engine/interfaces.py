@@ -124,40 +124,40 @@ class Runner(Protocol):
 
 
 class Listener:
-    """Is told what the engine and its scheduler do, and ignores it; `StepEventListener` overrides every method.
+    """Hears what the engine and its scheduler do, and ignores it; `StepEventListener` overrides every method.
 
     All calls come from the thread that runs the step or queues the request. Times are those of time.perf_counter.
     """
 
     def arrived(self, seq: Sequence, time: float) -> None:
-        """A sequence was queued for the first time."""
+        """Hear that a sequence was queued for the first time."""
 
     def paused(self, seq: Sequence) -> None:
-        """A sequence computes nothing from now on."""
+        """Hear that a sequence computes nothing from now on."""
 
     def resumed(self, seq: Sequence) -> None:
-        """A paused sequence runs again, or waits if it has lost its row and blocks."""
+        """Hear that a paused sequence runs again, or waits if it has lost its row and blocks."""
 
     def preempted(self, seq: Sequence) -> None:
-        """A running sequence gave up its row and blocks, and waits to be computed again."""
+        """Hear that a running sequence gave up its row and blocks, and waits to be computed again."""
 
     def launching(self, batch: ScheduledBatch, started: float) -> None:
-        """A step was scheduled, which began at `started`; its work is about to be given to the device."""
+        """Hear that a step was scheduled, which began at `started`; its work is about to be given to the device."""
 
     def launched(self, batch: ScheduledBatch) -> None:
-        """All its work was given to the device."""
+        """Hear that all work of a step was given to the device."""
 
     def collected(self, batch: ScheduledBatch, arrived: float) -> None:
-        """Its tokens came, at `arrived`, and were added to their sequences."""
+        """Hear that the tokens of a step came, at `arrived`, and were added to their sequences."""
 
     def failed(self) -> None:
-        """A step failed: all that were not collected are forgotten, and their sequences are queued again."""
+        """Hear that a step failed: all steps in flight are forgotten, and their sequences are queued again."""
 
     def finished(self, seq: Sequence) -> None:
-        """A sequence finished and was handed over, or dropped."""
+        """Hear that a sequence finished and was handed over, or dropped."""
 
     def stepped(self) -> abc.Iterable[StepEvent]:
-        """`LLMEngine.step` has done its work. Return the events of the steps that it has collected."""
+        """Return the events of the steps that `LLMEngine.step` has collected, now that it has done its work."""
         return ()
 
 

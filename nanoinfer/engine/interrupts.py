@@ -10,7 +10,7 @@ from nanoinfer.errors import EngineStateError
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came, within `terminable`."""
+    """Says that SIGTERM came, within `terminable`."""
 
 
 @contextmanager

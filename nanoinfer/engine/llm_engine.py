@@ -34,7 +34,7 @@ logger = logging.getLogger("nanoinfer")
 
 
 class Step(NamedTuple):
-    """A step in flight: what was scheduled, where its tokens will be, and when it was launched (perf_counter)."""
+    """Describes a step in flight: its batch, where its tokens will be, and when it was launched (perf_counter)."""
 
     batch: ScheduledBatch
     handle: SampledStep

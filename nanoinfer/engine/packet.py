@@ -25,7 +25,7 @@ Packet = NDArray[np.int32]
 
 
 class RowRecord(NamedTuple):
-    """What every admitted sequence tells of its row."""
+    """Says what every row needs to know of the sequence that gets it."""
 
     row: int
     num_tokens: int  # known tokens; their ids follow in the packet
@@ -35,7 +35,7 @@ class RowRecord(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """A prefill chunk as the packet carries it."""
+    """Describes a prefill chunk."""
 
     row: int
     start: int
@@ -43,7 +43,7 @@ class ChunkRecord(NamedTuple):
 
 
 class DecodeRecord(NamedTuple):
-    """A row to decode, as the packet carries it: it computes its newest token, and what is proposed after it."""
+    """Describes a row that decodes, as the packet carries it: its newest token, and what is proposed after it."""
 
     row: int
     num_shared_blocks: int  # how many of its first blocks are read together with its prefix sharers; 0 if it has none
@@ -81,7 +81,7 @@ class HostSections(DeviceSections):
 
 
 class Header(NamedTuple):
-    """The first numbers of a packet: what the host must know to launch."""
+    """Holds the first numbers of a packet, which the host needs to launch its step."""
 
     num_prefill_tokens: int
     num_prefill_samples: int  # chunks that sample a token: the first ones

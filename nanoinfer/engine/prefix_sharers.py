@@ -24,7 +24,7 @@ REGROUP_BELOW = 0.75
 
 
 class Sharers(NamedTuple):
-    """Sequences that begin with the same `num_blocks` blocks."""
+    """Holds sequences that begin with the same `num_blocks` blocks."""
 
     seqs: list[Sequence]
     num_blocks: int
@@ -36,7 +36,7 @@ class Sharers(NamedTuple):
 
 
 class PrefixSharers(NamedTuple):
-    """Decode rows that lie side by side and begin with the same blocks, which attention reads once for all of them."""
+    """Names decode rows side by side that begin with the same blocks, which attention reads once for all of them."""
 
     first_row: int  # index among the decode rows of the step
     num_rows: int  # at least 2

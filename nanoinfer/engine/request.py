@@ -128,7 +128,7 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the engine keeps of a request until it is handed over."""
+    """Holds what the engine keeps of a request until its output is handed over."""
 
     request_id: int
     prompt: str | None  # None if it was given as token ids

@@ -17,7 +17,7 @@ from nanoinfer.text.tokenizer import Tokenizer, prompt_texts
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """Log-probabilities at each position: of its own token, and of the `num_best` likeliest tokens in order.
+    """Holds log-probabilities at each position: of its own token, and of the `num_best` likeliest tokens in order.
 
     Users see a list of dicts, with None where nothing is known, as at the first position; it is pickled as such a list.
     The dicts, and the texts in them, are made when the first one is looked at: for 100,000 positions, making them takes

@@ -37,12 +37,12 @@ class OptionRecord(NamedTuple):
 
 
 class AdmittedRow(NamedTuple):
-    """An admitted sequence that asks for something. options: by their names, the numbers that each has as its value."""
+    """Says which options an admitted sequence asks for."""
 
     row: int
     num_tokens: int
     num_prompt_tokens: int
-    options: dict[str, list[float]]
+    options: dict[str, list[float]]  # by name, the numbers of its value
 
 
 def identity_of(params: SamplingParams) -> Hashable:

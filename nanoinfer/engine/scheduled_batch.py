@@ -9,7 +9,7 @@ from nanoinfer.engine.sequence import Sequence
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens [start, start + length) of one sequence, to be computed in this step.
+    """Names the tokens [start, start + length) of one sequence, to be computed in this step.
 
     samples: whether the step samples a token after this chunk. It does not if the sequence only pools, or if the chunk
     ends before the last known token: because of the token budget, or to keep a recurrent state there.
@@ -46,7 +46,7 @@ class StateCopy(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step: either prefill or decode.
+    """Describes one step, as the scheduler decided it: either prefill or decode.
 
     The length of each sequence after this step is known before any of its tokens, unless rows have several: the
     scheduler advanced `num_computed_tokens` and `num_pending_tokens` when it scheduled the step.

@@ -25,7 +25,7 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and one completion of it, as the scheduler and the block manager see it.
+    """Holds a prompt and one completion of it, as the scheduler and the block manager see it.
 
     `num_tokens` may run ahead of `token_ids`: a token that the device has sampled and the host has not collected is
     counted (in `num_pending_tokens`) before its id is known. `num_computed_tokens` counts the tokens whose keys and

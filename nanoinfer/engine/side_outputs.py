@@ -12,7 +12,10 @@ from nanoinfer.flat_logprobs import NO_RANK, FlatLogprobs, token_logprobs
 
 
 class SideOutput(ABC):
-    """Brings something of a step to the requests that want it. `runner/` and `sampling/` make it."""
+    """Brings the requests what they get of a step beside its tokens; vLLM: the other fields of ModelRunnerOutput.
+
+    `runner/` and `sampling/` make it.
+    """
 
     def launched(self, batch: ScheduledBatch) -> None:  # noqa: B027 (most kinds have nothing to do here)
         """Hand over what users take on the device, as soon as the step is launched."""
@@ -28,16 +31,12 @@ class SideOutput(ABC):
 
 @dataclass(slots=True)
 class SampleLogprobs(SideOutput):
-    """Log-probabilities of drawn tokens.
+    """Brings log-probabilities of drawn tokens."""
 
-    batch_indices: which of the step's tokens. logprobs: `LogprobsTensors`. num_tokens: how many tokens of each sequence
-    the step draws, those of the first sequence first. positions: the log-probabilities by token, once they have come.
-    """
-
-    batch_indices: list[int]
-    logprobs: Any
-    num_tokens: int = 1
-    positions: list[Any] | None = None
+    batch_indices: list[int]  # which of the step's tokens
+    logprobs: Any  # `LogprobsTensors`
+    num_tokens: int = 1  # that the step draws of each sequence; those of the first sequence come first
+    positions: list[Any] | None = None  # the log-probabilities by token, once they have come
 
     def collected(self, batch: ScheduledBatch, requests: Mapping[int, Any], wanted: list[bool]) -> None:
         if self.positions is None:
@@ -61,7 +60,7 @@ class SampleLogprobs(SideOutput):
 
 
 class PromptSpan(NamedTuple):
-    """Neighbouring positions of a prompt whose log-probabilities a step computes."""
+    """Names neighbouring positions of a prompt, whose log-probabilities a step computes."""
 
     chunk: int  # which of the step's chunks
     start: int  # the first position
@@ -70,10 +69,10 @@ class PromptSpan(NamedTuple):
 
 @dataclass(slots=True)
 class SpanLogprobs(SideOutput):
-    """Log-probabilities of prompts' tokens, all spans end to end. logprobs: `LogprobsTensors`."""
+    """Brings log-probabilities of prompts' tokens."""
 
     spans: list[PromptSpan]
-    logprobs: Any
+    logprobs: Any  # `LogprobsTensors` of all spans, end to end
 
     def collected(self, batch: ScheduledBatch, requests: Mapping[int, Any], wanted: list[bool]) -> None:
         arrays, offset = [part.numpy() for part in self.logprobs], 0
@@ -91,7 +90,7 @@ class SpanLogprobs(SideOutput):
 
 @dataclass(slots=True)
 class HiddenStates(SideOutput):
-    """The hidden states of a step's prompts, or what pooling made of each of their tokens."""
+    """Brings the hidden states of a step's prompts, or the values that pooling made of each of their tokens."""
 
     parts: list[ChunkStates]
 
@@ -116,9 +115,9 @@ class HiddenStates(SideOutput):
 
 @dataclass(slots=True)
 class PooledVectors(SideOutput):
-    """What pooling has made of the prompts that a step completes, a vector of each. chunks: which of the step's."""
+    """Brings one pooled vector of each prompt that a step completes."""
 
-    chunks: list[int]
+    chunks: list[int]  # which of the step's
     values: Any  # (num_chunks, size), a tensor on the host
 
     def collected(self, batch: ScheduledBatch, *unused: object) -> None:

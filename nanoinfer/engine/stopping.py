@@ -13,14 +13,10 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 class StopTokens(NamedTuple):
-    """The stop tokens of a request.
+    """Holds the ids of the tokens that end a sample."""
 
-    ids: the model's, and those that the request names. ignored: under ignore_eos, the model's that the request does
-    not name.
-    """
-
-    ids: frozenset[int]
-    ignored: frozenset[int]
+    ids: frozenset[int]  # the model's, and those that the request names
+    ignored: frozenset[int]  # of these, the model's own that ignore_eos takes back; those that the request names count
 
     @classmethod
     def of(cls, own_ids: Iterable[int], ignore_eos: bool, model_ids: frozenset[int]) -> "StopTokens":
@@ -29,16 +25,12 @@ class StopTokens(NamedTuple):
 
 
 class Stopping(NamedTuple):
-    """What ends one sample.
-
-    max_num_tokens: of prompt and completion together. min_tokens: of the completion; no stop token or stop string ends
-    it before. ends_with_prompt: nothing is sampled.
-    """
+    """Decides when one sample ends."""
 
     tokens: StopTokens
-    max_num_tokens: int
-    min_tokens: int
-    ends_with_prompt: bool = False
+    max_num_tokens: int  # of prompt and completion together
+    min_tokens: int  # of the completion: no stop token or stop string ends it before
+    ends_with_prompt: bool = False  # nothing is sampled
 
     @classmethod
     def of(

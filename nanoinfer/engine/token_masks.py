@@ -46,7 +46,7 @@ class Constraint(Protocol):
 
 
 class CompiledConstraint(Protocol):
-    """What one request asks for, checked and compiled."""
+    """Makes the constraint of each sample of one request, whose options are checked and compiled."""
 
     def start(self, prompt: Sequence[int]) -> Constraint:
         """Return the constraint of a new sample. prompt: its token ids."""

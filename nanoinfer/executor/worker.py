@@ -95,7 +95,7 @@ def abort(tp: TensorParallel, seconds: float) -> None:
 
 
 class Command(IntEnum):
-    """The first number of a command, and what follows it."""
+    """Names the commands by their first number. The comments say which numbers follow it."""
 
     UPDATE = -1  # index of the dtype, number of dimensions, shape, bytes of the name
     SLEEP = -2  # level

@@ -58,7 +58,7 @@ Pair = tuple[Any, TokenIds, TokenIds]  # what a result is cached by, then token 
 
 
 class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped here
-    """A model of the harness that runs on nanoinfer.
+    """Runs the requests of the harness on nanoinfer.
 
     pretrained, options: as for `LLM`.
     max_length: the same as its max_model_len; longer contexts lose their first tokens.

@@ -57,7 +57,7 @@ def rollout_func(
 
 
 class Rollout:
-    """Is what `rollout_func` returns."""
+    """Describes the dict that `rollout_func` returns."""
 
     def __init__(self, llm: LLM, sampling_params: SamplingParams | None, sleep_level: int | None) -> None:
         self._llm, self._sampling_params, self._sleep_level = llm, sampling_params, sleep_level

@@ -29,7 +29,7 @@ class VocabParallelEmbedding(nn.Module):
         return torch.equal(self.weight, full.narrow(0, *self.vocab).to(self.weight))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """(num_tokens,) -> (num_tokens, hidden_size)."""
+        """Return the embeddings of token ids (num_tokens,), (num_tokens, hidden_size)."""
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.vocab.start
@@ -42,7 +42,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Turns hidden states into the logits of this rank's shard of the vocabulary."""
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """(num_rows, hidden_size) -> this rank's logits (num_rows, vocab.size), in `out` if it is given."""
+        """Return this rank's logits (num_rows, vocab.size) of (num_rows, hidden_size), in `out` if it is given."""
         return torch.mm(hidden, self.weight.t(), out=out)
 
 
@@ -64,7 +64,7 @@ class ScoreHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_labels), requires_grad=False) if has_bias else None
 
     def forward(self, states: Tensor) -> Tensor:
-        """(num_states, hidden_size) -> logits (num_states, num_labels) float32."""
+        """Return logits (num_states, num_labels) float32 of (num_states, hidden_size)."""
         bias = None if self.bias is None else self.bias.float()
         return F.linear(states.float(), self.weight.float(), bias)
 

@@ -153,9 +153,9 @@ class QKVParallelLinear(ColumnParallelLinear):
         return share.unflatten(dim, (self.num_heads, 2, -1)).flip(dim + 1).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
     def forward(self, x: Activations) -> Tensor:
-        """(num_tokens, input_size) -> (num_tokens, num_outputs), or (num_splits, ...), partial sums of it.
+        """Return the product (num_tokens, num_outputs) of (num_tokens, input_size).
 
-        `norm_rope_store` takes either.
+        Or partial sums of it, (num_splits, num_tokens, num_outputs): `norm_rope_store` takes either.
         """
         is_large = len(self.weight) >= MIN_UNSPLIT_OUTPUTS and not self.quant_method.splits_large_products
         if is_large or self.input_format is not None:  # in 8 bits it was not measured
@@ -224,7 +224,7 @@ class RowParallelLinear(ShardedLinear):
             place.copy_(part if dim is None else self.tp.shard(part, dim, values_per_entry))
 
     def forward(self, x: Activations) -> PartialSum:
-        """(num_tokens, input_size) -> (num_tokens, output_size), to be added up by the next norm."""
+        """Return the product (num_tokens, output_size) of (num_tokens, input_size), to be added up by the next norm."""
         bias = self.bias if self.tp.rank == 0 else None  # one rank adds it, so that the sum has it once
         buffers = sum_buffers(self.tp, len(x))
         if self.tp.size == 1 or buffers is not None:

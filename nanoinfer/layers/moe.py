@@ -162,7 +162,7 @@ class SparseMoE(nn.Module):
     def forward(
         self, hidden: Activations, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> PartialSum:
-        """(num_tokens, hidden_size) -> the same, to be added up by the next norm.
+        """Return the experts' outputs (num_tokens, hidden_size), to be added up by the next norm.
 
         row_mask: (num_tokens,) bool, False for rows without a token, such as the padding of a CUDA graph. No expert is
         read for them, and their sums are zero. None: all rows have tokens. routed: is given the tokens' experts.

@@ -61,43 +61,26 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """Says how an architecture differs from the common decoder.
+    """Says how an architecture differs from the common decoder."""
 
-    qkv_bias: whether queries, keys and values have biases even without attention_bias in config.json. That field adds
-    biases to them and to the output product.
-    qk_norm: whether each head of the queries and keys is normalised before its rotation.
-    whole_qk_norm: whether all queries of a token are normalised together, and all keys.
-    has_post_norms: whether what attention and MLP add to the residual stream is normalised before it is added.
-    has_pre_norms: whether the inputs of attention and MLP are normalised.
-    has_parallel_block: whether attention and MLP have the same normalised inputs, and both are added to the residual
-    stream at once.
-    interleaves_rotary: whether RoPE turns neighbouring dimensions of a head together, in place of its halves.
-    o_bias: whether the output product of attention has a bias if config.json has attention_bias.
-    has_sinks: whether each query head has a sink, see `AttentionSpec`.
-    has_gates: whether attention's output is multiplied by the sigmoid of gates, which q_proj computes too.
-    interleaves_linear: whether checkpoints interleave the weights of linear attention by key heads.
-    attention: the class of a layer's attention, a `Mixer`, called as `DecoderAttention`; None for `DecoderAttention`,
-    which all architectures have so far.
-    norm, embedding, activation, experts: the classes of all norms and of the embedding, the function between the two
-    products of a dense MLP, and the class of an MLP of experts, called as `SparseMoE(hidden_size, moe, tp)`.
-    """
-
+    # Queries, keys and values have biases even without attention_bias in config.json, which adds biases to them and to
+    # the output product.
     qkv_bias: bool = False
-    qk_norm: bool = False
-    whole_qk_norm: bool = False
-    has_post_norms: bool = False
-    has_pre_norms: bool = True
-    has_parallel_block: bool = False
-    interleaves_rotary: bool = False
-    o_bias: bool = True
-    has_sinks: bool = False
-    has_gates: bool = False
-    interleaves_linear: bool = False
-    attention: Callable[..., Mixer] | None = None
-    norm: type[RMSNorm] = RMSNorm
+    qk_norm: bool = False  # each head of the queries and keys is normalised before its rotation
+    whole_qk_norm: bool = False  # all queries of a token are normalised together, and all keys
+    has_post_norms: bool = False  # the outputs of attention and MLP are normalised before they are added
+    has_pre_norms: bool = True  # the inputs of attention and MLP are normalised
+    has_parallel_block: bool = False  # attention and MLP read the same normalised rows, and are added at once
+    interleaves_rotary: bool = False  # RoPE turns neighbouring dimensions of a head together, in place of its halves
+    o_bias: bool = True  # the output product of attention has a bias if config.json has attention_bias
+    has_sinks: bool = False  # each query head has a sink, see `AttentionSpec`
+    has_gates: bool = False  # attention's output is multiplied by the sigmoid of gates, which q_proj computes too
+    interleaves_linear: bool = False  # checkpoints interleave the weights of linear attention by key heads
+    attention: Callable[..., Mixer] | None = None  # a Mixer, called as `DecoderAttention`; None for DecoderAttention
+    norm: type[RMSNorm] = RMSNorm  # of all norms
     embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
-    activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul
-    experts: Callable[..., SparseMoE] = SparseMoE
+    activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul  # between a dense MLP's two products
+    experts: Callable[..., SparseMoE] = SparseMoE  # an MLP of experts, called as SparseMoE(hidden_size, moe, tp)
 
     @property
     def ways(self) -> Set[Way]:

@@ -221,7 +221,7 @@ class EncoderScore(nn.Module):
         self.out = ScoreHead(size, num_labels, has_bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(num_states, hidden_size) -> logits (num_states, num_labels) float32."""
+        """Return logits (num_states, num_labels) float32 of (num_states, hidden_size)."""
         if self.dense is not None:
             states = self.activation(self.dense(states))
         if self.norm is not None:

@@ -41,10 +41,10 @@ class Model(CheckpointNames, Protocol):
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, vocab.size) in `logits_dtype`, in `out` if it is given."""
+        """Return logits (num_rows, vocab.size) of (num_rows, hidden_size) in `logits_dtype`; in `out` if given."""
 
     def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
+        """Return float32 logits of these tokens alone, (num_rows, num_ids). token_ids: (num_ids,)."""
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Return what a call does, and the hidden states of some layers, (num_tokens, hidden_size) each.

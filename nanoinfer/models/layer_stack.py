@@ -20,7 +20,7 @@ from nanoinfer.models.forward_step import ForwardStep
 
 
 class Way(Enum):
-    """Names the ways of a step through a layer, other than eagerly; `execution.py` chooses."""
+    """Lists the ways of a step through a layer, other than eagerly; `execution.py` chooses."""
 
     FEW_ROWS = auto()  # `few_rows_layer.py`
     FEW_CALLS = auto()  # `few_calls_layer.py`

@@ -54,11 +54,11 @@ class NativeModel(nn.Module):
         return execution.forward(self.model, step)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, lm_head.vocab.size) in the model's dtype, in `out` if given."""
+        """Return logits (num_rows, vocab.size) of (num_rows, hidden_size) in the model's dtype; in `out` if given."""
         return self.finish_logits(self.lm_head(hidden, out))
 
     def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
+        """Return float32 logits of these tokens alone, (num_rows, num_ids). token_ids: (num_ids,)."""
         weights = VocabParallelEmbedding.forward(self.lm_head, token_ids)  # of all ranks
         return self.finish_logits(F.linear(hidden.float(), weights.float()))
 

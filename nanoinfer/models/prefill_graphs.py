@@ -39,7 +39,7 @@ STEPS_BEFORE_CAPTURE = 3
 
 
 class Buffers(NamedTuple):
-    """Where the pieces of a step find what they need, and leave what they compute; each (num_tokens, ...).
+    """Holds the inputs and outputs of the pieces of a step, each (num_tokens, ...).
 
     rows: the embeddings, and at last the result. qkv: queries, keys and values of a layer. heads: what its attention
     returns.

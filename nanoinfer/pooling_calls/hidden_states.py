@@ -27,7 +27,7 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatesOptions:
-    """The hidden states that a call asks for.
+    """Says which hidden states a call asks for.
 
     layers: maps each layer as the user gave it to its number from 0. only_last: only the last token's states. errors:
     what the callback raised, maybe in a step that another call ran; `raising_errors` raises it in the call that asked.

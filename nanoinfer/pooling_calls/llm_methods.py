@@ -14,7 +14,7 @@ from nanoinfer.text.arguments import OnError, Prompts
 
 
 class PoolingMethods:
-    """A base of `LLM`, which sets these fields."""
+    """Gives `LLM`, which sets these fields, the methods that pool."""
 
     pooling_calls: PoolingCalls
     _async_calls: AsyncCalls

@@ -34,7 +34,7 @@ MIN_SHARED_TOKENS = 32  # that texts begin with, so that the prefix cache saves 
 
 
 class Text(NamedTuple):
-    """A text that waits for its step, or is in it."""
+    """Describes a text that waits for its step, or is in it."""
 
     request_id: int
     prepared: PreparedRequest
@@ -42,7 +42,7 @@ class Text(NamedTuple):
 
 
 class PoolingStep(NamedTuple):
-    """A step in flight. started: perf_counter."""
+    """Describes a step in flight. started: perf_counter."""
 
     texts: list[Text]
     handle: SampledStep

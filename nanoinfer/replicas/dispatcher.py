@@ -28,7 +28,7 @@ MAX_HOMES = 65536  # prefixes whose replica is remembered
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request on its way to a replica, or on one, until its output is there."""
+    """Describes a request on its way to a replica, or on one, until its output is there."""
 
     request_id: int
     prepared: PreparedRequest
@@ -77,7 +77,7 @@ def expected_work(prepared: PreparedRequest, max_model_len: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class Bundle:
-    """Requests of one priority that are to run on one replica, the next one last."""
+    """Holds requests of one priority that are to run on one replica, the next one last."""
 
     serial: int
     requests: list[QueuedRequest]

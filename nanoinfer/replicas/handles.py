@@ -15,7 +15,7 @@ from nanoinfer.replicas.replica_messages import Reply
 
 @dataclass(slots=True, eq=False)
 class ReplicaHandle:
-    """One replica, as the parent sees it; see `Replica` in replica.py."""
+    """Controls one replica, from the parent; see `Replica` in replica.py."""
 
     index: int
     workers: Workers

@@ -35,7 +35,7 @@ PackedStates = dict[int | None, list[tuple[torch.dtype, Any]]]
 
 
 class PackedDicts(NamedTuple):
-    """Log-probabilities whose user gets a list of dicts, in arrays."""
+    """Holds in arrays the log-probabilities that the user gets as a list of dicts."""
 
     positions: FlatLogprobs
 

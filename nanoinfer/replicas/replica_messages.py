@@ -33,7 +33,7 @@ REASONS = ("stop", "length", "abort", "error", None)  # finish_reason by number;
 
 
 class RequestNumbers(NamedTuple):
-    """The numbers of a request in a message."""
+    """Holds the numbers of a request in a message."""
 
     request_id: int
     priority: int
@@ -46,7 +46,7 @@ class RequestNumbers(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Requests to be queued."""
+    """Holds requests to be queued."""
 
     columns: NDArray[np.int64]  # (num_requests, 8): RequestNumbers
     prefixes: list[bytes]  # token ids as int32 that several prompts begin with, sent once
@@ -59,26 +59,26 @@ class Requests(NamedTuple):
 
 
 class Act(NamedTuple):
-    """What the next step is to do to some requests."""
+    """Asks the next step to abort, pause or resume some requests."""
 
     action: Action
     request_ids: list[int]
 
 
 class Drop(NamedTuple):
-    """Requests to be forgotten at once."""
+    """Names requests to be forgotten at once."""
 
     request_ids: list[int]
 
 
 class Listen(NamedTuple):
-    """Whether a StepEvent of each step is wanted from now on."""
+    """Says whether a StepEvent of each step is wanted from now on."""
 
     is_wanted: bool
 
 
 class Call(NamedTuple):
-    """Something else that a replica does between two steps, and answers with a Reply. See `Replica`."""
+    """Asks for something else that a replica does between two steps, and answers with a Reply. See `Replica`."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -88,7 +88,7 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A replica has loaded the model."""
+    """Says that a replica has loaded the model."""
 
     max_model_len: int
     info: RunnerInfo
@@ -104,20 +104,20 @@ class Reply(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """A line for the log."""
+    """Carries a line for the log."""
 
     level: int
     text: str
 
 
 class Changes(NamedTuple):
-    """What happened to requests after the last StepEvent; sent as these are, while functions of `on_step` want them."""
+    """Tells what happened to requests after the last StepEvent. Sent while functions of `on_step` want StepEvents."""
 
     changes: list[RequestChange]
 
 
 class Samples(NamedTuple):
-    """What is new of samples, of requests that have finished or are streamed."""
+    """Tells what is new of samples, of requests that have finished or are streamed."""
 
     columns: NDArray[np.int32]  # (num_samples, 2): number of tokens, index in REASONS
     token_ids: NDArray[np.int32]  # of all samples, one after the other
@@ -126,7 +126,7 @@ class Samples(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Requests that have finished."""
+    """Holds requests that have finished."""
 
     requests: NDArray[np.int64]  # (num_requests, 3): request id, num_cached_tokens, number of samples
     times: NDArray[np.float64]  # (num_requests, 3): fields of RequestMetrics; NaN is None
@@ -137,7 +137,7 @@ class Outputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What is new of requests that are streamed."""
+    """Tells what is new of requests that are streamed."""
 
     columns: NDArray[np.int64]  # (num_chunks, 2): request id, sample
     samples: Samples
@@ -221,7 +221,7 @@ def common_prefixes(prompts: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
 
 
 class ReceivedRequest(NamedTuple):
-    """A request as a replica queues it."""
+    """Holds a request as a replica queues it."""
 
     request_id: int
     prepared: PreparedRequest

@@ -190,7 +190,7 @@ class Pooler(RowState):
         return self._after_pooling(vectors).to("cpu", non_blocking=True)
 
     def _after_pooling(self, vectors: Tensor) -> Tensor:
-        """(num_vectors, hidden_size) -> embeddings or logits (num_vectors, size) float32."""
+        """Return embeddings or logits (num_vectors, size) float32 of pooled vectors (num_vectors, hidden_size)."""
         if self._config.token_ids:
             return self._vocabulary_scores(vectors)
         if self._model.score is not None:

@@ -19,7 +19,7 @@ MAX_SCANNED = 20  # the kernel reads all logits once for each of the likeliest; 
 
 
 class PositionLogprobs(NamedTuple):
-    """The log-probabilities of one position: of its token, and of the likeliest ones in about their order."""
+    """Holds the log-probabilities of one position: of its token, and of the likeliest ones in about their order."""
 
     rank: int  # of its token; 1 is the likeliest
     token_ids: list[int]  # its token comes first

@@ -39,7 +39,7 @@ ORDER: tuple[type[LogitsProcessor], ...] = (Grammars, LogitBias, UserFunctions, 
 
 
 class Sampled(NamedTuple):
-    """The tokens that a step draws, and what else there is to say of them."""
+    """Holds the tokens that a step draws, their log-probabilities, and the errors of logits processors."""
 
     token_ids: Tensor  # (num_rows,) int32; with proposals (num_rows, num_tokens), as `enter_counted` returns them
     logprobs: list[SampleLogprobs]

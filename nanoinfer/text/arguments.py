@@ -21,13 +21,13 @@ NO_COLUMNS = (str, list, tuple, Mapping, bytes, bytearray, memoryview, type)
 
 
 class Array(Protocol):
-    """Arrays of NumPy, tensors of PyTorch, columns of pandas and Arrow."""
+    """Types arrays of NumPy, tensors of PyTorch, columns of pandas and Arrow."""
 
     def tolist(self) -> Any: ...
 
 
 class Series(Protocol):
-    """Columns of Polars and pandas. Without its stubs, `df["a"]` may be a DataFrame to pyright: it has this, too."""
+    """Types columns of Polars and pandas. Without stubs, `df["a"]` may be a DataFrame to pyright; it has this too."""
 
     def to_numpy(self) -> Any: ...
 

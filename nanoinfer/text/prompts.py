@@ -27,7 +27,7 @@ NEED_TOKENIZER = {
 
 @dataclass(slots=True, kw_only=True)
 class PreparedRequest:
-    """A request that was checked and is ready to be queued, or that ends at once with `error`."""
+    """Holds a request that was checked and is ready to be queued, or that ends at once with `error`."""
 
     prompt: str | None  # None if it was given as token ids
     token_ids: list[int]
@@ -60,7 +60,7 @@ class PreparedRequest:
 
 
 class EncodedPair(NamedTuple):
-    """The token ids of a prompt and of its completion, which was checked."""
+    """Holds the token ids of a prompt and of its completion, which was checked."""
 
     prompt: list[int]
     completion: list[int]

@@ -23,16 +23,12 @@ NULL_BLOCK = 0  # the page that table entries point to where no block is held an
 
 @dataclass(slots=True)
 class HeldPages:
-    """The pages of a sequence, block after block, and of each block one for every table.
+    """Holds the pages of a sequence."""
 
-    num_told: how many of its blocks the device was told. first: the first block that is held; a window has left those
-    before it. num_cleared: how many of these are cleared in the tables on the device.
-    """
-
-    pages: list[int]
-    num_told: int = 0
-    first: int = 0
-    num_cleared: int = 0
+    pages: list[int]  # block after block, and of each block one for every table
+    num_told: int = 0  # blocks that the device was told
+    first: int = 0  # the first block that is held; a window has left those before it
+    num_cleared: int = 0  # blocks before `first` that are cleared in the tables on the device
 
 
 class AttentionGroup(CacheGroup):

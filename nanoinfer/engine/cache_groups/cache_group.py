@@ -11,7 +11,7 @@ from nanoinfer.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Hit:
-    """What a sequence finds in the prefix cache.
+    """Says what a sequence finds in the prefix cache.
 
     entries: of its first full blocks, which it shares. pages: of these, by group with block tables, those that the
     tokens after the hit need, block after block. source: the entry of a block that begins like the one after them;
@@ -28,7 +28,7 @@ class Hit:
 
 
 class CacheGroup(Protocol):
-    """What groups with block tables (`AttentionGroup`) and those with states (`StateGroup`) have in common."""
+    """Keeps one kind of memory of sequences: pages (`AttentionGroup`), or recurrent states (`StateGroup`)."""
 
     def trim(self, seq: Sequence, hit: Hit) -> bool:
         """Shorten a hit to what this group remembers too; return whether that was needed.

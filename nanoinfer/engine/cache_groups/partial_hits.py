@@ -27,7 +27,7 @@ Parent = int | tuple[Hashable]  # what a block comes after: the serial number of
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """An entry of the prefix cache: what verifies a hit of a block of text, and the pages that have it.
+    """Holds the pages of one block of tokens in the prefix cache, and what verifies that a prompt has these tokens.
 
     hash: None if the block is not full: then it can be copied from, and not be shared. tokens: ids as int32, block_size
     of them if it is full.
@@ -52,7 +52,7 @@ Siblings = list[tuple[bytes, int, CacheEntry]]  # entries after their tokens and
 
 
 class PartialHits:
-    """The entries of the prefix cache by their parent, in the order of their tokens.
+    """Finds entries of the prefix cache by their parent, in the order of their tokens.
 
     What a step computes can be copied by later steps only: a copy is made before the step's own keys and values are
     written. So tokens are found from the next `start_step` on.
@@ -108,7 +108,7 @@ class PartialHits:
 
 
 class PassedOver:
-    """The prompts that stay in the queue for a step, because the next one finds more of them in the cache.
+    """Collects the prompts that stay in the queue for a step, because the next one finds more of them in the cache.
 
     They begin like prompts that this very step computes, and part from them within a block. Others overtake them, but
     take neither the rows nor the blocks that they will need. max_prompts: how many may stay.

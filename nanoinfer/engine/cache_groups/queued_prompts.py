@@ -22,7 +22,7 @@ class Parting(NamedTuple):
 
 
 class QueuedPrompts:
-    """The texts of the sequences that wait. Nobody may change one while it is here."""
+    """Holds the tokens of the sequences that wait. Nobody may change them meanwhile."""
 
     def __init__(self) -> None:
         self._texts: list[array[int]] = []  # sorted, once `_new` is empty

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec:
-    """Keys and values of all tokens. A model has one such group at most, and it is the first.
+    """Describes keys and values of all tokens. A model has one such group at most, and it is the first.
 
     What needs the blocks of all tokens, such as the shared prefixes of decode rows, goes by its first table.
     """
@@ -23,8 +23,9 @@ class FullAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowSpec:
-    """Keys and values of the last tokens. Where more layers have this window than a page holds, they have more tables.
+    """Describes keys and values of the last tokens.
 
+    Where more layers have this window than a page holds, they have several tables.
     All tables of the group hold blocks of the same tokens. In a model with such a group, nobody is given page 0 of the
     pool: entries of tables point to it where a window has left their blocks.
     """
@@ -35,7 +36,7 @@ class SlidingWindowSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStateSpec:
-    """A state of fixed size, found by the row of a sequence. It has no block table."""
+    """Describes recurrent states: of fixed size, found by the row of a sequence, without a block table."""
 
     num_snapshots: int  # states that can be kept for prefix hits; 0 where prefixes are not cached
     num_tables: int = 0

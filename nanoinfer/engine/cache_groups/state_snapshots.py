@@ -28,7 +28,7 @@ MAX_COMPARED = 16  # snapshots that are compared before one is evicted
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The states after the tokens of `text`, kept or still to be computed.
+    """Describes the states after the tokens of `text`, kept or still to be computed.
 
     place: where the states are, or will be, on the device. seq: computes them. parent, tail: once they are kept, what
     they hang under, and the tokens after it (ids as int32). step: the number of the step that computes the states.

@@ -15,7 +15,7 @@ from nanoinfer.ops.kv_cache.spec import LayerCache
 
 
 class CpuPlan(NamedTuple):
-    """What the layers of this backend share in a step."""
+    """Holds what the layers of one CpuBackend share in a step."""
 
     writes: StorePlan
     reads: DecodePlan  # of a decode step; nothing of prefill

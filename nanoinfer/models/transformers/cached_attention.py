@@ -32,7 +32,7 @@ class CachedAttention:
         self._num_kv_heads, self._head_dim = backend.spec.num_kv_heads, backend.spec.head_dim
 
     def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """(num_tokens, heads, size) each -> the heads' outputs (num_tokens, num_heads, the values' size)."""
+        """Return the heads' outputs (num_tokens, num_heads, the values' size). q, k, v: (num_tokens, heads, size)."""
         q, k, v = (self._padded(x) for x in (query, key, value))
         if k.shape[1] != self._num_kv_heads:
             k, v = (x.repeat_interleave(self._num_kv_heads // x.shape[1], dim=1) for x in (k, v))

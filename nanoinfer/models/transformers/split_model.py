@@ -40,11 +40,11 @@ class SplitModel:
         return self.layers(input_ids=token_ids[None].long(), position_ids=positions, **{"use_cache": False, **options})
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, vocab_size), by the model's own forward."""
+        """Return logits (num_rows, vocab_size) of (num_rows, hidden_size), by the model's own forward."""
         return self.run_head(hidden[None])[0]
 
     def score(self, vectors: Tensor) -> Tensor:
-        """(num_vectors, hidden_size) -> logits (num_vectors, num_labels): each vector is a text of one token."""
+        """Return logits (num_vectors, num_labels) of (num_vectors, hidden_size): each vector is a text of one token."""
         logits = self.run_head(vectors[:, None].to(self.model.dtype))
         return logits.reshape(len(vectors), -1).float()
 

@@ -140,12 +140,12 @@ class TransformersModel(nn.Module):
             return self._split.run(step.token_ids, step.positions, **options)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """(num_rows, hidden_size) -> logits (num_rows, vocab.size), in `out` if it is given."""
+        """Return logits (num_rows, vocab.size) of (num_rows, hidden_size), in `out` if it is given."""
         logits = self._split.compute_logits(hidden)
         return logits if out is None else out.copy_(logits)
 
     def logits_of_tokens(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(num_rows, hidden_size), (num_ids,) -> float32 logits of these tokens alone, (num_rows, num_ids)."""
+        """Return float32 logits of these tokens alone, (num_rows, num_ids). token_ids: (num_ids,)."""
         return self._split.compute_logits(hidden)[:, token_ids].float()
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:

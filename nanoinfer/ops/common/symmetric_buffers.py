@@ -27,7 +27,7 @@ class PeerTensor:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffers:
-    """Where the ranks leave what they send each other in one all-reduce, `all_reduce_add_rms_norm`.
+    """Holds the buffers of one all-reduce, `all_reduce_add_rms_norm`, in which ranks leave what they send each other.
 
     two_shot: each row is added up and normalised by one rank, for all.
     parts: for each rank, (num_ranks, max_tokens, hidden_size), where the others leave their partial sums, by sender.

@@ -204,7 +204,7 @@ WIDE_PAIRS = 150
 
 
 class Tiling(NamedTuple):
-    """How a grouped product is cut: the tile of a program, and how much of it is read ahead."""
+    """Says how a grouped product is cut: the tile of a program, and how much of it is read ahead."""
 
     columns: int  # rows of the weight
     depth: int  # of the inner dimension, at a time

@@ -170,7 +170,7 @@ def _few_rows_product_kernel(
 
 
 class Tiling(NamedTuple):
-    """How a product is cut: see the kernel's constants."""
+    """Says how a product is cut: see the kernel's constants."""
 
     warps: int
     slices: int

@@ -283,7 +283,7 @@ def _fp8_product_kernel(
 
 
 class Tiling(NamedTuple):
-    """How a product is cut: the tile of a program, its operands' order, and how much of them is read ahead."""
+    """Says how a product is cut: the tile of a program, its operands' order, how much of them is read ahead."""
 
     rows: int  # tokens
     columns: int

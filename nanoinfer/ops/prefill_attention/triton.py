@@ -32,7 +32,7 @@ TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
 
 
 class Shape(NamedTuple):
-    """How the kernel is compiled for a head size: keys of a tile, pipeline stages, registers of a thread."""
+    """Says how the kernel is compiled for a head size: keys of a tile, pipeline stages, registers of a thread."""
 
     keys: int
     num_stages: int

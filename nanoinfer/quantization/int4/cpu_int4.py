@@ -23,7 +23,7 @@ WIDENED_AT_ONCE = 2**19  # numbers, so that what is computed in between stays in
 
 
 class CpuInt4Weight(NamedTuple):
-    """A weight in 4 bits as a CPU reads it.
+    """Holds a weight in 4 bits as a CPU reads it.
 
     halves: (num_outputs, num_groups, group_size / 2) uint8: a byte has an input of the first half of a group in its low
     bits, and the one as far into the second half in its high bits. for_kernel: what PyTorch's kernel reads beside the
