@@ -272,7 +272,8 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
         template_options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         requests = self.preparer.prepare_chat(messages, sampling_params, template_options, priority=[priority])
-        return self._response_reader.expect(self.queue.add_requests(requests, self._inbox)[0], tools)
+        with self.queue.lock:  # or the `step` of another thread could return the output before it is expected
+            return self._response_reader.expect(self.queue.add_requests(requests, self._inbox)[0], tools)
 
     def step(self) -> list[RequestOutput]:
         """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""

@@ -280,6 +280,8 @@ def completion_alone(seq: Sequence, scheduler: Scheduler, vocab_size: int) -> tu
     """What `seq` must generate, and why it ends: worked out with no cache, no batch and no scheduler."""
     token_ids = list(seq.prompt_token_ids)
     params = seq.sampling_params
+    if seq.stopping.ends_with_prompt:
+        return [], "length"
     while True:
         token_ids.append(next_token(token_ids, vocab_size, seq.identity))
         completion = token_ids[seq.num_prompt_tokens :]
@@ -295,7 +297,8 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
     assert batch.num_prefill_tokens <= scheduler.max_num_batched_tokens
     assert all(chunk.length > 0 for chunk in batch.prefill)
     if scheduler.block_manager.states is None:
-        assert all(chunk.samples for chunk in batch.prefill[:-1]), "only the last chunk may be cut"
+        cut = [chunk for chunk in batch.prefill if not chunk.samples and chunk.seq not in batch.pooled]
+        assert len(cut) <= 1, "one chunk may be cut, the last that was scheduled"
     if batch.decode:
         assert all(seq.num_tokens <= seq.stopping.max_num_tokens for seq in batch.decode), "longer than it may be"
         left_out = [seq for seq in scheduler.running if seq not in batch.decode]
@@ -326,7 +329,10 @@ def check_invariants(
     running = {seq for seq in seqs if seq.status is SequenceStatus.RUNNING}
     ending = running - {*scheduler.running}
     assert {*scheduler.running} <= running
-    for seq in ending:  # a later step has its row
+    for seq in ending:  # a later step has its row, and what is pooled has given up its blocks too
+        if seq.stopping.ends_with_prompt:
+            assert (seq.row, seq.block_table, seq.num_pending_tokens) == (None, [], 0)
+            continue
         assert (seq.row, seq.num_tokens, seq.num_pending_tokens) == (None, seq.stopping.max_num_tokens, 1)
     for priority in {seq.priority for seq in waiting} & {seq.priority for seq in scheduler.running}:
         running_ids = [seq.seq_id for seq in scheduler.running if seq.priority == priority]
@@ -340,7 +346,7 @@ def check_invariants(
     rows = {seq.row for seq in holding}
     assert len(rows) == len(holding), "a row has two sequences"
     assert rows <= set(range(scheduler.max_num_seqs))
-    holding += ending
+    holding += [seq for seq in ending if not seq.stopping.ends_with_prompt]
 
     tables = manager.attention
     users = defaultdict(list)

@@ -15,6 +15,7 @@ from nanoinfer.engine.cache_groups.specs import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
 from nanoinfer.engine.proposer import drawn_one_by_one
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
@@ -144,6 +145,8 @@ class History:
         self.seqs: list[Sequence] = []
         self.aborted: set[int] = set()
         self.pausing = random.choice([0.0, 0.05, 0.3])  # how often requests are paused, and resumed
+        self.pooling = random.choice([0.0, 0.0, 0.0, 0.2, 0.2, 1.0])  # how many requests are pooled, and sample nothing
+        self.stopping = random.choice([0.0, 0.05])  # how often a text is complete that tokens do not end
         self.resumed: set[int] = set()
         self.seen: Counter[str] = Counter()  # what happened, so that a test can tell that it does
         self.first_admissions: list[int] = []
@@ -186,6 +189,8 @@ class History:
         seq = make_sequence(len(self.seqs), prompt, random.randint(1, 24), ignore_eos=random.random() < 0.5)
         seq.identity = random.choice(self.identities) if len(self.identities) > 1 else self.identities[0]
         seq.priority = random.choice([0, 0, 0, 1, -1])
+        if random.random() < self.pooling:
+            seq.hidden_states_request = HiddenStatesRequest(pools=True, first=random.randrange(len(prompt)))
         self.seqs.append(seq)
         self.scheduler.add(seq)
 
@@ -233,7 +238,8 @@ class History:
             running = self.scheduler.running
             self.seen["several running"] += len(running) > 1
             self.seen["blocks shared"] += sum(len(seq.block_table) for seq in running) > self.manager.num_used_blocks
-            self.seen["chunks cut"] += any(not chunk.samples for chunk in batch.prefill)
+            whole = {*batch.sampled, *batch.pooled}
+            self.seen["chunks cut"] += any(chunk.seq not in whole for chunk in batch.prefill)
             self.seen["prefix sharers"] += bool(batch.prefix_sharers)
             self.seen["copies"] += bool(batch.block_copies)
             self.seen["states kept"] += bool(batch.kept_states)
@@ -258,14 +264,27 @@ class History:
                     self.resumed |= {seq.seq_id for batch in batches for seq in self.seqs_of(batch)}
                 self.in_flight.clear()
                 return
-            parts = drawn_one_by_one(*self.in_flight.pop(0))
-            for seq in [seq for *drawn, _ in parts for seq in self.scheduler.update(*drawn)]:
-                token_ids, reason = completion_alone(seq, self.scheduler, VOCAB_SIZE)
-                if seq.finish_reason == "error":
-                    assert self.may_be_nan
-                    assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)]
-                else:
-                    assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
+            for *drawn, _ in drawn_one_by_one(*self.in_flight.pop(0)):
+                self.check_answers(self.scheduler.update(*drawn))
+                self.stop([seq for seq in drawn[0].sampled if self.random.random() < self.stopping])
+
+    def stop(self, seqs: list[Sequence]) -> None:
+        """Finish those of these that run, as a stop string does."""
+        running = [seq for seq in seqs if seq.status is SequenceStatus.RUNNING]
+        for seq in self.scheduler.finish([(seq, "stop") for seq in running]):
+            token_ids, _ = completion_alone(seq, self.scheduler, VOCAB_SIZE)
+            assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)]
+            self.seen["stopped by its text"] += 1
+
+    def check_answers(self, finished: list[Sequence]) -> None:
+        for seq in finished:
+            token_ids, reason = completion_alone(seq, self.scheduler, VOCAB_SIZE)
+            self.seen["pooled"] += seq.stopping.ends_with_prompt
+            if seq.finish_reason == "error":
+                assert self.may_be_nan
+                assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)]
+            else:
+                assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
 
     @staticmethod
     def seqs_of(batch: ScheduledBatch) -> list[Sequence]:
@@ -328,7 +347,7 @@ def test_in_random_histories_every_request_gets_the_answer_it_would_get_alone(ki
         "preemptions",
         "copies",
     )
-    wanted += ("paused", "resumed with its blocks", "resumed without blocks")
+    wanted += ("paused", "resumed with its blocks", "resumed without blocks", "pooled", "stopped by its text")
     wanted += ("states kept", "states restored") if kind in ("hybrid", "mixed", "proposals") else ()
     wanted += ("rows given on",) if kind != "hybrid" else ()
     wanted += ("NaN",) if kind in ("mixed", "proposals") else ()

@@ -5,6 +5,7 @@ import copy
 import doctest
 import json
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,28 @@ def test_every_sample_and_every_way_to_ask_has_messages(llm: LLM) -> None:
     assert found[text]["content"] == THOUGHT
     [refused] = llm.chat([[{"role": "user"}]], GREEDY, use_tqdm=False, on_error="return")
     assert refused.message["content"] == ""
+
+
+def test_no_other_thread_gets_the_output_of_a_chat_before_it_is_known_to_be_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect, stepping = llm._response_reader.expect, threading.Thread(target=lambda: outputs.extend(run_steps(llm)))
+    outputs: list[RequestOutput] = []
+
+    def expect_late(request_id: int, tools: Any) -> int:
+        stepping.start()
+        stepping.join(timeout=0.3)  # long enough for all steps, if they could run
+        return expect(request_id, tools)
+
+    monkeypatch.setattr(llm._response_reader, "expect", expect_late)
+    llm.add_chat_request(QUESTION, writing("<think>\na\n</think>\n\nb"))
+    stepping.join()
+    assert [output.message["content"] for output in outputs] == ["b"]
+
+
+def run_steps(llm: LLM) -> Iterator[RequestOutput]:
+    while not llm.is_finished():
+        yield from llm.step()
 
 
 def test_the_next_prompt_is_that_of_the_template_and_hits_the_prefix_cache(llm: LLM) -> None:
