@@ -128,7 +128,7 @@ def write_mistral(name: str, parameters: Mapping[str, Any]) -> Form:
 DEEPSEEK_CALL = re.compile(
     r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<fenced>[^\n<]+)\n```json\n|(?P<plain>[^\n<]+)<｜tool▁sep｜>)\s*"
 )
-DEEPSEEK_END = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>")
+DEEPSEEK_END = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>")
 
 
 def read_deepseek(text: str, pos: int) -> tuple[list[Call], int]:
