@@ -217,7 +217,8 @@ class Constraints:
         """Return how thoughts are written if the request depends on it. Raises RequestError where that is not known."""
         thoughts, budget = self._thoughts, params.thinking_token_budget
         form = params.structured_outputs
-        follows = self._forms_follow_thoughts and form is not None and not form.includes_thought
+        includes = None if form is None else form.includes_thought
+        follows = form is not None and (self._forms_follow_thoughts if includes is None else not includes)
         if budget is None and (thoughts is None or grammar is None or not follows):
             return None
         if thoughts is None:
@@ -231,9 +232,8 @@ class Constraints:
                 "closes a thought; leave out min_tokens or thinking_token_budget"
             )
         # A form that begins as a message of gpt-oss does, such as a tool call, has a place for the thought itself.
-        form = params.structured_outputs
         begins_message = grammar and thoughts.answer and token_sets.has(grammar.first_mask, thoughts.start_ids[0])
-        if grammar is not None and (begins_message or (form is not None and form.includes_thought)):
+        if grammar is not None and (begins_message or includes):
             if budget is None:
                 return None
             raise RequestError(
