@@ -203,7 +203,8 @@ class HarmonySplitter(Splitter):
         super().__init__(family)
         self.part: Part | None = None  # while a header comes
         self._recipient = ""
-        self._body, self._next_end = 0, 0  # of the message: where it begins, and where to look for its end
+        self._body = 0  # where the message begins
+        self._next_end = 0  # where to look for the end of the header or message
 
     def _scan(self, is_final: bool) -> None:
         while (self._read_header if self.part is None else self._read_message)(is_final):
@@ -211,10 +212,11 @@ class HarmonySplitter(Splitter):
 
     def _read_header(self, is_final: bool) -> bool:
         """Read what precedes a message; return False if more of the text has to come first."""
-        end = self.text.find(MESSAGE, self._pos)
+        end = self.text.find(MESSAGE, max(self._pos, self._next_end))
         start = max(self._pos, end - MAX_HEADER)
         header = None if end < 0 else HEADER.search(self.text, start, end + len(MESSAGE))
         if header is None:
+            self._next_end = max(self._pos, len(self.text) - len(MESSAGE) + 1)
             if is_final:
                 self.part = "content" if self.text[self._pos :].strip() not in ("", "<|start|>assistant") else None
                 self._add(len(self.text))
