@@ -184,10 +184,10 @@ class Tags:
         while key := self.key.match(text, at):
             for end, after in self._value_ends(text, key.end()):
                 if self.key.match(text, after) or text.startswith(self.close, skip_space(text, after)):
+                    value = text[key.end() : end]
                     break  # the text of a value may hold a tag, too
             else:
                 return None
-            value = text[key.end() : end]
             arguments[key[1].strip()] = value.removeprefix(self.pad).removesuffix(self.pad) if self.pad else value
             at = after
         at = skip_space(text, at)
