@@ -42,7 +42,8 @@ class StructuredOutputsParams:
     json_object: True for any JSON object.
     structural_tag: free text with parts that follow a schema, as text or a dict, in either of vLLM's two formats:
         {"structures": [{"begin", "schema", "end"}], "triggers": [...]} or {"type": "structural_tag", "format": ...}.
-        Kept as text. With "includes_thought": true in it, it is the form of a thought and the answer after it together.
+        Kept as text. With "includes_thought": true in it, it is the form of a thought and the answer after it
+        together; with false, of what follows the thought, where the model is known to think.
 
     disable_any_whitespace: write JSON without white space between its parts.
     disable_additional_properties: no properties but those that the schema names, except where it says otherwise.
@@ -98,9 +99,15 @@ class StructuredOutputsParams:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
-    def includes_thought(self) -> bool:
-        """Return whether it holds from the first token on, also where a thought comes before the answer."""
-        return '"includes_thought": true' in str(self.structural_tag)
+    def includes_thought(self) -> bool | None:
+        """Return whether it holds from the first token on, or after a thought; None where it does not say so."""
+        if self.structural_tag is None:
+            return None
+        try:
+            given = json_format.loads(str(self.structural_tag)).get("includes_thought")
+        except (ValueError, RecursionError, AttributeError):  # what is wrong with it is said when it is compiled
+            return None
+        return given if isinstance(given, bool) else None
 
     def __str__(self) -> str:
         return f"structured_outputs {self.kind}={shorten(getattr(self, self.kind))}"

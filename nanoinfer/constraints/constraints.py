@@ -50,6 +50,7 @@ class Constraints:
     ) -> None:
         self._tokenizer, self._vocab_size, self._new_bits = tokenizer, vocab_size, new_bits
         self._thoughts, self._forms_follow_thoughts = thoughts, forms_follow_thoughts
+        self._follows_thoughts = False  # whether a request has asked for that; a step of 256 rows costs less until then
         self._num_words = -(-vocab_size // 32)
         self._stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < vocab_size)
         make_library = functools.partial(GrammarLibrary, tokenizer, vocab_size, self._stop_token_ids, switches)
@@ -118,7 +119,9 @@ class Constraints:
         """Return the masks of some tokens of a step, each by its constraint, which knows the tokens before it."""
         in_set = {index: sample for index, sample in followed.items() if sample.plan.token_set is not None}
         in_grammar = {index: sample for index, sample in followed.items() if sample.matcher is not None}
-        thinking = {index: sample for index, sample in followed.items() if sample.thinking is not None}
+        thinking: dict[int, SampleConstraint] = {}
+        if self._follows_thoughts:
+            thinking = {index: sample for index, sample in followed.items() if sample.thinking is not None}
         told = {index: bits for index, sample in thinking.items() if (bits := self._told(sample)) is not None}
         sets = new_bits((len(in_set), self._num_words))
         for sample, row in zip(in_set.values(), sets, strict=True):
@@ -170,12 +173,13 @@ class Constraints:
 
     def _fill(self, constraints: list["SampleConstraint"], masks: NDArray[np.int32]) -> None:
         """Write what the grammars allow, row by row."""
+        may_wait = self._follows_thoughts
         matchers: list[tuple[int, Any, int]] = []  # by template, so that threads do not wait for each other
         for row, constraint in enumerate(constraints):
             assert constraint.plan.grammar is not None, "it was found to have one"
             if constraint.error is not None:
                 masks[row] = 0
-            elif len(constraint.token_ids) == constraint.form_start:
+            elif not constraint.token_ids or (may_wait and len(constraint.token_ids) == constraint.form_start):
                 masks[row] = constraint.plan.grammar.first_mask
             else:
                 matchers.append((constraint.template, constraint.matcher, row))
@@ -197,6 +201,7 @@ class Constraints:
         stop_tokens = StopTokens.of(own, params.ignore_eos, self._stop_token_ids)
         own_only = own - self._stop_token_ids  # no mask of a grammar knows of these
         thoughts = self._needed_thoughts(params, grammar, stop_tokens.ids)
+        self._follows_thoughts |= thoughts is not None
         return RequestConstraint(
             grammar=grammar,
             token_set=token_set,
@@ -217,7 +222,8 @@ class Constraints:
         """Return how thoughts are written if the request depends on it. Raises RequestError where that is not known."""
         thoughts, budget = self._thoughts, params.thinking_token_budget
         form = params.structured_outputs
-        follows = self._forms_follow_thoughts and form is not None and not form.includes_thought
+        includes = None if form is None else form.includes_thought
+        follows = form is not None and (self._forms_follow_thoughts if includes is None else not includes)
         if budget is None and (thoughts is None or grammar is None or not follows):
             return None
         if thoughts is None:
@@ -231,9 +237,8 @@ class Constraints:
                 "closes a thought; leave out min_tokens or thinking_token_budget"
             )
         # A form that begins as a message of gpt-oss does, such as a tool call, has a place for the thought itself.
-        form = params.structured_outputs
         begins_message = grammar and thoughts.answer and token_sets.has(grammar.first_mask, thoughts.start_ids[0])
-        if grammar is not None and (begins_message or (form is not None and form.includes_thought)):
+        if grammar is not None and (begins_message or includes):
             if budget is None:
                 return None
             raise RequestError(

@@ -128,7 +128,7 @@ def write_mistral(name: str, parameters: Mapping[str, Any]) -> Form:
 DEEPSEEK_CALL = re.compile(
     r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<fenced>[^\n<]+)\n```json\n|(?P<plain>[^\n<]+)<｜tool▁sep｜>)\s*"
 )
-DEEPSEEK_END = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>")
+DEEPSEEK_END = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>")
 
 
 def read_deepseek(text: str, pos: int) -> tuple[list[Call], int]:
@@ -161,7 +161,8 @@ class Tags:
     """Says how calls are written whose parameters stand between tags.
 
     open: matches what precedes the parameters, with the function's name in its group. key: the same of a parameter.
-    value_end, close: the texts that end a value, and a call. pad: what the value has on both sides.
+    value_end, close: the texts that end a value, and a call. pad: what the value has on both sides. unclosed: matches
+    the end of a value where models forget value_end; None where they do not.
     writes: the same for one call, with {} for a name: before the parameters, before a value, after it, and at the end.
     """
 
@@ -171,6 +172,7 @@ class Tags:
     close: str
     pad: str
     writes: tuple[str, str, str, str]
+    unclosed: "re.Pattern[str] | None" = None
 
     def read(self, text: str, pos: int) -> tuple[Call, int] | None:
         """Read one call; None where there is none, or not all of it."""
@@ -180,13 +182,12 @@ class Tags:
         arguments: dict[str, str] = {}
         at = opened.end()
         while key := self.key.match(text, at):
-            for end in self._value_ends(text, key.end()):
-                after = end + len(self.value_end)
+            for end, after in self._value_ends(text, key.end()):
                 if self.key.match(text, after) or text.startswith(self.close, skip_space(text, after)):
+                    value = text[key.end() : end]
                     break  # the text of a value may hold a tag, too
             else:
                 return None
-            value = text[key.end() : end]
             arguments[key[1].strip()] = value.removeprefix(self.pad).removesuffix(self.pad) if self.pad else value
             at = after
         at = skip_space(text, at)
@@ -194,11 +195,14 @@ class Tags:
             return None
         return Call(opened[1].strip(), arguments), at + len(self.close)
 
-    def _value_ends(self, text: str, pos: int) -> Iterator[int]:
-        """Yield the places where a value may end."""
-        while (pos := text.find(self.value_end, pos)) >= 0:
-            yield pos
-            pos += 1
+    def _value_ends(self, text: str, pos: int) -> Iterator[tuple[int, int]]:
+        """Yield the places where a value may end, and where the text behind its end begins."""
+        end = text.find(self.value_end, pos)
+        if self.unclosed is not None and (found := self.unclosed.search(text, pos, len(text) if end < 0 else end)):
+            yield found.span()
+        while end >= 0:
+            yield end, end + len(self.value_end)
+            end = text.find(self.value_end, end + 1)
 
     def write(self, name: str, parameters: Mapping[str, Any]) -> Form:
         """Return the form of one call, with the parameters in the order of the schema; strings are any text."""
@@ -219,10 +223,11 @@ FUNCTION = Tags(
     close="</function>",
     pad="\n",
     writes=("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n"),
+    unclosed=re.compile(r"\n(?=<parameter=[^>\n]+>\n|</function>\s*</tool_call>)"),
 )
 INVOKE = Tags(
-    open=re.compile(r'\s*<invoke name="?([^">\n]+)"?>'),
-    key=re.compile(r'\s*<parameter name="?([^">\n]+)"?>'),
+    open=re.compile(r"""\s*<invoke name=["']?([^"'>\n]+)["']?>"""),
+    key=re.compile(r"""\s*<parameter name=["']?([^"'>\n]+)["']?>"""),
     value_end="</parameter>",
     close="</invoke>",
     pad="",

@@ -35,6 +35,7 @@ class Splitter:
         self.part: Part | None = "reasoning" if is_open else "content"  # of what comes next
         self._family = family
         self._pos = 0  # the spans reach up to here
+        self._has_text: set[Part] = set()  # parts with more than white space; of the thought, since the last mark
         self.end = 0  # where the answer ends, and marks follow that end a turn; known once closed
 
     def feed(self, text: str) -> None:
@@ -75,6 +76,8 @@ class Splitter:
         """Add the text up to `end` to the part that is open."""
         if end <= self._pos:
             return
+        if self.part is not None and not self.text[self._pos : end].isspace():
+            self._has_text.add(self.part)
         if self.spans and self.spans[-1].part == self.part and not self.spans[-1].calls:
             self.spans[-1] = self.spans[-1]._replace(end=end)
         else:
@@ -83,6 +86,7 @@ class Splitter:
 
     def _mark(self, end: int) -> None:
         """Add the text up to `end` as a mark."""
+        self._has_text.discard("reasoning")
         self.spans.append(Span(None, self._pos, end))
         self._pos = end
 
@@ -90,15 +94,6 @@ class Splitter:
         """Add the tool calls whose text ends at `end`."""
         self.spans.append(Span("tool_calls", self._pos, end, tuple(calls)))
         self._pos = end
-
-    def _has_text(self, part: Part) -> bool:
-        """Return whether a part has anything but white space so far, since its last mark if it is the thought."""
-        for span in reversed(self.spans):
-            if span.part == part and not self.text[span.start : span.end].isspace():
-                return True
-            if span.part is None and part == "reasoning":
-                return False
-        return False
 
 
 class TagSplitter(Splitter):
@@ -138,7 +133,7 @@ class TagSplitter(Splitter):
     def _switch(self, mark: str, end: int) -> bool:
         """Begin or end a thought with a mark that ends at `end`; return False for a mark that is text there."""
         if mark == self._family.reasoning_start:
-            if self._has_text(self.part or "content"):
+            if self.part in self._has_text:
                 return False
             self._mark(end)
             self.part = "reasoning"
@@ -147,6 +142,7 @@ class TagSplitter(Splitter):
             if self._has_thought or any(span.calls for span in self.spans):
                 return False
             self.spans = [span._replace(part=span.part and "reasoning") for span in self.spans]
+            self._has_text.discard("content")
         self._mark(end)
         self.part, self._has_thought = "content", True
         return True
@@ -188,11 +184,13 @@ class TagSplitter(Splitter):
 
 MESSAGE = "<|message|>"  # ends a header
 MESSAGE_ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")
-RECIPIENT = r"(?:to=([^\s<]+))?\s*"  # before the channel or after it
+RECIPIENT = r"(?:to=([^\s<]+)(?=[\s<])\s*)?"  # before the channel or after it
+# No two parts may share white space or letters: the search would then take far more than linear time.
 HEADER = re.compile(
-    rf"\s*(?:<\|start\|>)?(?:assistant)?\s*{RECIPIENT}"
-    rf"(?:<\|channel\|>\s*(\w+)\s*{RECIPIENT}(?:<\|constrain\|>)?\s*[\w.+-]*\s*)?{re.escape(MESSAGE)}"
+    rf"(?<!\s)\s*(?:<\|start\|>(?:assistant\b)?\s*|assistant\b\s*)?{RECIPIENT}"
+    rf"(?:<\|channel\|>\s*(\w+)\b\s*{RECIPIENT}(?:<\|constrain\|>\s*)?(?:[\w.+-]+(?=[\s<])\s*)?)?{re.escape(MESSAGE)}"
 )
+MAX_HEADER = 1000  # characters
 
 
 class HarmonySplitter(Splitter):
@@ -205,7 +203,8 @@ class HarmonySplitter(Splitter):
         super().__init__(family)
         self.part: Part | None = None  # while a header comes
         self._recipient = ""
-        self._body, self._next_end = 0, 0  # of the message: where it begins, and where to look for its end
+        self._body = 0  # where the message begins
+        self._next_end = 0  # where to look for the end of the header or message
 
     def _scan(self, is_final: bool) -> None:
         while (self._read_header if self.part is None else self._read_message)(is_final):
@@ -213,9 +212,11 @@ class HarmonySplitter(Splitter):
 
     def _read_header(self, is_final: bool) -> bool:
         """Read what precedes a message; return False if more of the text has to come first."""
-        end = self.text.find(MESSAGE, self._pos)
-        header = None if end < 0 else HEADER.search(self.text, self._pos, end + len(MESSAGE))
+        end = self.text.find(MESSAGE, max(self._pos, self._next_end))
+        start = max(self._pos, end - MAX_HEADER)
+        header = None if end < 0 else HEADER.search(self.text, start, end + len(MESSAGE))
         if header is None:
+            self._next_end = max(self._pos, len(self.text) - len(MESSAGE) + 1)
             if is_final:
                 self.part = "content" if self.text[self._pos :].strip() not in ("", "<|start|>assistant") else None
                 self._add(len(self.text))

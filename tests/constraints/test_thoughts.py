@@ -1,6 +1,7 @@
 """Budgets of thoughts, and forms after them, against the rule as plainly as it can be said."""
 
 import itertools
+import json
 import random
 import re
 from typing import Any
@@ -262,6 +263,20 @@ def test_a_form_may_say_that_it_includes_the_thought() -> None:
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "[0-9]+"}, "includes_thought": True}
     form: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(structural_tag=tag)}
     assert after(constraints, start_of(constraints, "<think>", **form), []) == {*DIGITS}
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_form_may_say_that_it_follows_the_thought(follow: bool) -> None:
+    pytest.importorskip("llguidance")
+    constraints = constraints_of(follow=follow)
+    for pattern in ("[0-9]", '[0-9]|"includes_thought": true'):  # a text of the form says nothing of the form
+        tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}, "includes_thought": False}
+        for given in (tag, json.dumps(tag), json.dumps(tag, separators=(",", ":"))):
+            form: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(structural_tag=given)}
+            sample = start_of(constraints, "<think>", **form)
+            assert after(constraints, sample, [A]) == ALL - {EOS}
+            assert after(constraints, sample, END) >= DIGITS & {*encode("7")}
+            assert A not in allowed(constraints.masks([sample]))
 
 
 def test_what_a_user_writes_of_thoughts_opens_none() -> None:

@@ -131,6 +131,13 @@ QWEN = [
         calls=(("bash", {"command": "cat <<A\n\n</parameter>\nA"}),),
     ),
     Case("qwen3", "<tool_call>\n<function=now>\n</function>\n</tool_call>", None, calls=(("now", {}),)),
+    Case(
+        "qwen3",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nTokyo\n<parameter=unit>\ncelsius\n</function>\n"
+        "</tool_call>",
+        None,  # Qwen3-Coder forgets to close parameters at times
+        calls=(("get_weather", WEATHER),),
+    ),
     Case("qwen3", "<tool_call>\n<function=f>\n<parameter=a>\n1", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
 ]
 DEEPSEEK = [
@@ -265,6 +272,12 @@ MINIMAX = [
         f'</think><minimax:tool_call><invoke name="measure">{INVOKE}</invoke></minimax:tool_call>',
         None,
         calls=(("measure", MEASURED),),
+    ),
+    Case(
+        "minimax-m2",
+        "</think><minimax:tool_call><invoke name='f'><parameter name='a'>it's</parameter></invoke></minimax:tool_call>",
+        None,
+        calls=(("f", {"a": "it's"}),),
     ),
     Case(
         "minimax-m2",

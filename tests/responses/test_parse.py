@@ -109,10 +109,16 @@ def test_random_texts_raise_nothing_and_lose_nothing(family):
 def test_a_long_broken_answer_takes_no_longer_than_it_should(family):
     start = family.calls.start if family.calls else "<|channel|>commentary to=functions.f<|message|>"
     end = family.calls.end if family.calls else "<|call|>"
-    for text in (start * 3000, f"{start}{{{end}" * 1500, family.reasoning_start * 3000, "</parameter>" * 9000):
+    thought = f"{family.reasoning_start}{family.reasoning_end}"
+    space = " " * 20_000
+    calls = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}'
+    texts = [start * 3000, f"{start}{{{end}" * 1500, family.reasoning_start * 3000, thought * 6000]
+    texts += ["</parameter>" * 9000, f"a{space}<|message|>", f"<|channel|>{space}a b <|message|>", calls + 2 * space]
+    texts += ["to=" * 9000 + "<|message|>"]
+    for text in texts:
         began = time.perf_counter()
         parse_response(text, family.name, prompt=family.turn_start)
-        assert time.perf_counter() - began < 2
+        assert time.perf_counter() - began < 1, text[:60]
 
 
 def test_a_template_of_transformers_is_read_by_its_own_parser_if_there_is_one():

@@ -333,7 +333,7 @@ def test_a_required_call_has_the_form_that_the_template_writes(
         found = [accepts(library, tokenizer, required, text) for text in written.values()]
         assert found == [False, True, True]
         assert required.structured_outputs is not None
-        assert not required.structured_outputs.includes_thought, "the engine lets a thought come before it"
+        assert required.structured_outputs.includes_thought is False, "the engine lets a thought come before it"
         assert [accepts(library, tokenizer, named, text) for text in written.values()] == [False, True, False]
 
 
