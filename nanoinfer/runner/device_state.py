@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.routing_table import RoutingTable
-from nanoinfer.engine.packet import DeviceSections, Header, HostSections, column
+from nanoinfer.engine.packet import AllSections, Header, UploadedSections, column
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler
@@ -45,7 +45,7 @@ class DeviceState:
     routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = None
 
-    def enter(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> None:
+    def enter(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> None:
         """Enter new rows and blocks, and make the copies that a step begins with."""
         self.tables.update(header, on_device)
         if header.counts["row_records"]:

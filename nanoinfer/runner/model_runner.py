@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import DeviceSections, Header, HostSections, Packet, column, read_header
+from nanoinfer.engine.packet import AllSections, Header, Packet, UploadedSections, column, read_header
 from nanoinfer.engine.side_outputs import SideOutput
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -78,7 +78,7 @@ class ModelRunner:
                 return self._launch_prefill(header, on_host, on_device)
             return self._launch_decode(header, on_host, on_device)
 
-    def _launch_prefill(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
+    def _launch_prefill(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> LaunchedStep:
         assert not header.counts["decode_rows"], "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
@@ -93,7 +93,7 @@ class ModelRunner:
             side_outputs=side_outputs,
         )
 
-    def _launch_decode(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
+    def _launch_decode(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> LaunchedStep:
         rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         batch = DecodeBatch(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)

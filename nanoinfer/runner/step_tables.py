@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.recurrent_states import RecurrentStates
-from nanoinfer.engine.packet import DeviceSections, Header, column
+from nanoinfer.engine.packet import Header, UploadedSections, column
 from nanoinfer.layers.attention.metadata import (
     DecodeBatch,
     DecodeMetadata,
@@ -50,7 +50,7 @@ class StepTables:
         # The factor of the block ids in each line of block_tables; None if all factors are 1.
         self._id_strides = torch.tensor(strides, device=device).repeat_interleave(rows) if max(strides) > 1 else None
 
-    def update(self, header: Header, sections: DeviceSections) -> None:
+    def update(self, header: Header, sections: UploadedSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
         if header.counts["row_records"]:
             rows, lens = column(sections, "row_records", "row").long(), column(sections, "row_records", "num_tokens")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import SECTION_DTYPES, DeviceSections, column
+from nanoinfer.engine.packet import SECTION_DTYPES, UploadedSections, column
 from nanoinfer.engine.side_outputs import SampleLogprobs
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.sampling.draws import Draws
@@ -29,7 +29,7 @@ from nanoinfer.sampling.logprobs import PromptLogprobsReader, SampleLogprobsRead
 from nanoinfer.sampling.mask_processors import Grammars, MaskSender, TokenSets, UserFunctions
 from nanoinfer.sampling.min_tokens import MinTokens
 from nanoinfer.sampling.penalties import Penalties
-from nanoinfer.sampling.proposals import PADDING, Proposals
+from nanoinfer.sampling.proposals import PADDING_LINE, Proposals
 from nanoinfer.sampling.row_state import RowState
 
 NUM_MASKS = 4  # for all rows: masks of grammars and of token sets, of two steps
@@ -85,7 +85,7 @@ class Sampler:
         copying = [*self._of_rows.values(), self._logprobs, *([self._filters] if tp.size > 1 else [])]
         self._copied_rows = [state.by_row for state in copying]
 
-    def admit(self, on_device: DeviceSections) -> None:
+    def admit(self, on_device: UploadedSections) -> None:
         """Enter temperatures and seeds of the newly admitted rows of a packet; `admit_rows` tells `states` the rest."""
         rows = column(on_device, "row_records", "row").long()
         self.temperatures[rows] = read_field(on_device, "row_records", "temperature")
@@ -127,7 +127,7 @@ class Sampler:
         copied = [index for index, row in enumerate(host_rows) if row in copied_rows or index in masked]
         indices = numbers_to_device(copied, self.device)
         token_ids = torch.empty(len(host_rows), dtype=torch.int32, device=self.device)
-        if len(copied) + host_rows.count(PADDING) < len(host_rows):
+        if len(copied) + host_rows.count(PADDING_LINE) < len(host_rows):
             token_ids = self._draw(logits, first_id, lines.without(indices))
         logprobs = []
         for start in range(0, len(copied), ROWS_AT_ONCE):
@@ -157,7 +157,7 @@ class Sampler:
         return self._draws.from_logits(logits, lowest, lines)
 
 
-def read_field(sections: DeviceSections, section: str, name: str) -> Tensor:
+def read_field(sections: UploadedSections, section: str, name: str) -> Tensor:
     """Return one field of a section's records on the device, (num_records,), in its dtype; `column` is for int32."""
     kind, offset = SECTION_DTYPES[section].fields[name][:2]
     columns: Tensor = getattr(sections, section)[:, offset // 4 : (offset + kind.itemsize) // 4]

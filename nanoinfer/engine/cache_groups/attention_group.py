@@ -55,8 +55,9 @@ class AttentionGroup(CacheGroup):
 
     def cost(self, seq: Sequence, hit: Hit) -> int:
         """Return how many free pages an admitted sequence takes at most until its prompt is computed."""
-        num_pages = self.num_tables * (self._pool.num_blocks_for(seq.num_tokens) - len(hit.entries))
-        return num_pages + self._pool.num_idle(hit.pages[self.index]) if hit.entries else num_pages
+        num_new = self.num_tables * (self._pool.num_blocks_for(seq.num_tokens) - len(hit.entries))
+        num_revived = self._pool.num_idle(hit.pages[self.index]) if hit.entries else 0  # cached pages of no sequence
+        return num_new + num_revived
 
     def admit(self, batch: ScheduledBatch, seq: Sequence, hit: Hit) -> None:
         held = self.held[seq] = HeldPages(hit.pages[self.index])
