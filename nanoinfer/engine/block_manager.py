@@ -80,7 +80,7 @@ class BlockManager:
             if spec.window is None:
                 self.attention.append(AttentionGroup(self.pool, index, offsets))
             else:
-                self.attention.append(SlidingWindowGroup(self.pool, index, offsets, spec.window, max_chunk_tokens))
+                self.attention.append(SlidingWindowGroup(self.pool, index, offsets, spec, max_chunk_tokens))
         self._windows = [group for group in self.attention if isinstance(group, SlidingWindowGroup)]
         self._num_full_tables = self.num_tables - sum(group.num_tables for group in self._windows)
         self.groups: list[CacheGroup] = [*self.attention]
@@ -206,7 +206,7 @@ class BlockManager:
             if end > seq.num_slots or self._windows:
                 for group in self.attention:
                     group.extend(batch, seq, end)
-                seq.num_slots = max(seq.num_slots, -(-end // self.block_size) * self.block_size)
+                seq.num_slots = max(seq.num_slots, self.pool.num_blocks_for(end) * self.block_size)
 
     def num_growing_tables(self, seq: Sequence) -> int:
         """Return how many blocks a sequence takes for a block of tokens."""

@@ -81,6 +81,10 @@ class RunnerLimits:
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
     max_row_tokens: int = 1  # the most tokens of a decode row: the newest one, and proposals
 
+    def max_chunk_tokens(self, max_num_batched_tokens: int) -> int:
+        """Return the most tokens of a sequence that one step computes, in prefill or in decode."""
+        return max(max_num_batched_tokens, self.max_row_tokens)
+
 
 class Runner(Protocol):
     """Runs steps, on one device or on several: a DeviceRunner, a ParallelRunner, or a fake one in tests."""

@@ -387,7 +387,7 @@ class Scheduler:
     def _try_admit(self, batch: ScheduledBatch, seq: Sequence, hit: Hit, growth: int) -> bool:
         """Move the head of the queue into the running set if its blocks, and those for `growth` tokens, are free."""
         manager = self.block_manager
-        reserve = -(-growth // manager.block_size) if self.running else 0
+        reserve = manager.pool.num_blocks_for(growth) if self.running else 0
         while manager.num_blocks_to_allocate(seq, hit) + reserve > manager.num_free_blocks:
             if not self.reclaim():
                 self._blocked_head = (seq.seq_id, manager.pool.num_frees)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.caches.block_layout import num_local_kv_heads
-from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerPlace
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
@@ -168,7 +168,7 @@ class DecoderLayer(Layer):
             self.linear_attn = DecoderLinearAttention(config, index_of_kind, spec.interleaves_linear, tp)
         else:
             attention = spec.attention or DecoderAttention
-            self.self_attn: Any = attention(setup, setup.kv_cache_layout.places[index_of_kind], window, rotary_emb)
+            self.self_attn: Any = attention(setup, setup.backends.places[index_of_kind], window, rotary_emb)
         of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
@@ -244,7 +244,7 @@ class Decoder(LayerStack):
             tp = replace(tp, symmetric_memory=None)
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
-        setup = DecoderSetup(config, spec, backends, KVCacheLayout.of(config, max_positions, tp), tp)
+        setup = DecoderSetup(config, spec, backends, tp)
         windows = config.windows_within(max_positions)
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
         layers: list[DecoderLayer] = []

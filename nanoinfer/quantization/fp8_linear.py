@@ -19,6 +19,7 @@ from nanoinfer.checkpoint.quantization_config import (
 )
 from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.fp8_format import (
     FP8,
     FP8_MAX,
@@ -270,7 +271,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         if self.input_format is not None and self.input_format.group_size is not None:
             group_size = self.input_format.group_size
         columns, num_wanted = (64, 256) if is_small else (128, 128)  # tiles of few tokens share a multiprocessor
-        num_tiles, num_splits = -(-num_outputs // columns) * -(-len(x) // MAX_SMALL_STEP), 1
+        num_tiles, num_splits = ceil_div(num_outputs, columns) * ceil_div(len(x), MAX_SMALL_STEP), 1
         while 2 * num_tiles * num_splits <= num_wanted and num_splits < MAX_SPLITS:
             if x.shape[1] % (2 * num_splits * group_size):
                 break

@@ -82,11 +82,10 @@ class ModelRunner:
         assert not header.counts["decode_rows"], "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
-        forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
+        forward = self.state.prefill_graph(len(step.token_ids), len(chunks)) or self.model
         hidden, side_outputs = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
-        if self.state.sampler.prompt_logprobs.by_row:
-            side_outputs = side_outputs + self.state.sampler.prompt_logprobs.read(self.model, hidden, chunks)
+        side_outputs = side_outputs + self.state.sampler.read_prompts(self.model, hidden, chunks)
         return LaunchedStep(
             rows=column(on_device, "chunks", "row")[:num_samples].long(),
             host_rows=[row for row, _, _ in chunks[:num_samples]],
