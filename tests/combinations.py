@@ -235,7 +235,7 @@ def _make_hits_likely(llm: LLM) -> None:
     """Have prompts wait for each other, and states of hybrids kept, however little that spares."""
     scheduler = llm.engine.scheduler
     scheduler.min_awaited_tokens = scheduler.min_awaited_in_all = 1
-    if states := scheduler.block_manager.states:
+    if states := scheduler.block_manager.state_group:
         states.min_saved_tokens = states.min_kept_tokens = 1
 
 

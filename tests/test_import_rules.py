@@ -31,6 +31,7 @@ EVERYBODY = {
     "pooling_params",
     "pooling_outputs",
     "token_ids",
+    "integers",
     "checkpoint",
 }
 STEP_DATA = {
@@ -60,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pooling_params": {"errors", "option_fields"},
     "pooling_outputs": {"outputs"},
     "token_ids": set(),
+    "integers": set(),
     "checkpoint": {"errors", "config", "device"},
     "responses": {"errors", "sampling_params", "structured_outputs"},
     "text": EVERYBODY,

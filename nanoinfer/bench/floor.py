@@ -17,6 +17,7 @@ import torch
 
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.caches.block_layout import BlockLayout
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -235,7 +236,8 @@ class Weights(NamedTuple):
 
 def count_weights(config: ModelConfig) -> Weights:
     """Count the values in the matrices of a model, which is made without memory, and which of them have 16 bits."""
-    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=256)
+    places, cpu = KVCacheLayout.of(config, 1, TensorParallel()).places, torch.device("cpu")
+    backends = AttentionBackends("torch", cpu, torch.float32, block_size=256, places=places)
     with torch.device("meta"):
         wide_config = replace(config, quantization=None)
         model = get_model_class(config.architecture)(wide_config, 1, backends, TensorParallel())

@@ -35,6 +35,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.executor.shm_ring import Ring
+from nanoinfer.integers import ceil_div
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, pack_ids
 
@@ -101,7 +102,7 @@ def measure_requests(cases: tuple[tuple[Load, int], ...] = ADMISSIONS, num_runs:
 
 def time_requests(prompts: list[list[int]], max_tokens: int, longest: int, block_size: int) -> float:
     """Return the CPU seconds that all requests take, each step collected before the next one."""
-    manager = BlockManager(300 * -(-longest // block_size), block_size)
+    manager = BlockManager(300 * ceil_div(longest, block_size), block_size)
     scheduler = Scheduler(manager, max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=longest)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     seqs = [Sequence(seq_id, prompt, params) for seq_id, prompt in enumerate(prompts)]
@@ -146,7 +147,7 @@ def measure_call(load: Load) -> dict[str, float]:
     runner = NoDevice(
         RunnerLimits(
             max_model_len=longest,
-            num_blocks=(load.max_num_seqs + 8) * -(-longest // config.kvcache_block_size),
+            num_blocks=(load.max_num_seqs + 8) * ceil_div(longest, config.kvcache_block_size),
             max_num_seqs=load.max_num_seqs,
             cache_specs=(FullAttentionSpec(),),
             max_prefix_sharers=0,
@@ -174,7 +175,7 @@ def fill_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Schedu
     max_tokens = num_steps + 8  # nothing may finish meanwhile: some steps come before the first that is timed
     max_model_len = INPUT_LEN[1] + max_tokens
     scheduler = Scheduler(
-        BlockManager(num_running * -(-max_model_len // BLOCK_SIZE), BLOCK_SIZE),
+        BlockManager(num_running * ceil_div(max_model_len, BLOCK_SIZE), BLOCK_SIZE),
         max_num_seqs=num_running,
         max_num_batched_tokens=num_running * INPUT_LEN[1],  # all prompts in one step
         max_model_len=max_model_len,

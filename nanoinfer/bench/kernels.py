@@ -21,6 +21,7 @@ from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.quantization_config import QuantizationConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError
+from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeMetadata, PrefillMetadata, SharedPrefixes
@@ -139,7 +140,7 @@ def random_contexts(rows: int, shortest: int, longest: int, num_blocks: int) -> 
     """Return a decode step of rows with contexts between two lengths, in random order and blocks."""
     order = torch.randperm(rows, device=DEVICE)
     lens = torch.linspace(shortest, longest, rows + 2, device=DEVICE)[1:-1][order].int()
-    width = -(-longest // BLOCK_SIZE)
+    width = ceil_div(longest, BLOCK_SIZE)
     tables = torch.randperm(num_blocks, device=DEVICE)[: rows * width].view(rows, width).int()
     return DecodeMetadata(torch.empty(0), lens, tables)
 

@@ -17,6 +17,7 @@ from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
+from nanoinfer.integers import ceil_div
 
 MAX_TABLES = 9  # more take each step too long
 MAX_EMPTY_SHARE = 0.15  # of the memory that a token takes while it is within all windows
@@ -85,7 +86,7 @@ class KVCacheLayout(NamedTuple):
         places: dict[LayerKind, list[LayerPlace]] = {}
         for kind, table in by_kind.items():
             first, num_layers, per_page = len(tables), layers.count(kind), len(table.layers)
-            tables += [table] * -(-num_layers // per_page)
+            tables += [table] * ceil_div(num_layers, per_page)
             places[kind] = [LayerPlace(first + index // per_page, index % per_page) for index in range(num_layers)]
         return cls(tuple(tables), tuple(places[kind].pop(0) for kind in layers))
 
@@ -104,11 +105,7 @@ class KVCacheLayout(NamedTuple):
 
     def num_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return how many pages a sequence of so many tokens takes at most, if its chunks have no more than that."""
-        num_blocks = -(-num_tokens // block_size)
-        return sum(
-            min(num_blocks, -(-(table.window - 1 + max_chunk_tokens) // block_size) + 1) if table.window else num_blocks
-            for table in self.tables
-        )
+        return sum(spec.max_pages(num_tokens, block_size, max_chunk_tokens) for spec in self.cache_specs)
 
     def max_tokens(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return the longest sequence that a pool of so many pages holds, a multiple of the block size."""
@@ -126,7 +123,7 @@ class KVCacheLayout(NamedTuple):
         windows = [table.window for table in self.tables if table.window is not None]
         if not windows:
             return ""
-        within = sum(-(-window // block_size) for window in windows)
+        within = sum(ceil_div(window, block_size) for window in windows)
         layers, sizes = (
             " or ".join(str(number) for number in sorted({*numbers}))
             for numbers in ([len(table.layers) for table in self.tables], windows)

@@ -140,6 +140,10 @@ class BaseModelConfig:
         """Return whether a layer has linear attention."""
         return self.linear_attention is not None and self.linear_attention.is_linear[index]
 
+    def index_among_its_kind(self, index: int) -> int:
+        """Return how many layers before a layer have linear attention too, or have attention too."""
+        return [self.is_linear(other) for other in range(index)].count(self.is_linear(index))
+
     def windows_within(self, max_positions: int) -> tuple[int | None, ...]:
         """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""
         return tuple(window if window and window < max_positions else None for window in self.windows)

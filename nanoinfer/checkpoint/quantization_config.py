@@ -124,7 +124,7 @@ class QuantizationConfig:
             yield from (prefix + name for prefix in ("model.", *TEXT_PREFIXES, ""))
 
 
-def only(fields: Fields, name: str, supported: tuple[Any, ...], default: Any = None) -> Any:
+def require(fields: Fields, name: str, supported: tuple[Any, ...], default: Any = None) -> Any:
     """Return a field of a quantization_config. Raises ModelError unless its value is one of these."""
     value = fields.get(name, default)
     # True equals 1, and a tuple does not equal a list.

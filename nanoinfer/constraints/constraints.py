@@ -19,6 +19,7 @@ from nanoinfer.constraints.token_sets import Bits, TokenSet
 from nanoinfer.engine.stopping import StopTokens
 from nanoinfer.engine.token_masks import CompiledConstraint, Constraint, RowMasks, TokenMasks, UserFunction
 from nanoinfer.errors import RequestError
+from nanoinfer.integers import ceil_div
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.arguments import Errors, results_by_prompt
@@ -51,7 +52,7 @@ class Constraints:
         self._tokenizer, self._vocab_size, self._new_bits = tokenizer, vocab_size, new_bits
         self._thoughts, self._forms_follow_thoughts = thoughts, forms_follow_thoughts
         self._follows_thoughts = False  # whether a request has asked for that; a step of 256 rows costs less until then
-        self._num_words = -(-vocab_size // 32)
+        self._num_words = ceil_div(vocab_size, 32)
         self._stop_token_ids = frozenset(token_id for token_id in stop_token_ids if token_id < vocab_size)
         make_library = functools.partial(GrammarLibrary, tokenizer, vocab_size, self._stop_token_ids, switches)
         self._grammars = GrammarCache(make_library, grammar_timeout)  # sets the library up at its first use

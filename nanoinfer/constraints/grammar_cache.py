@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from nanoinfer.constraints.grammars import NUM_THREADS, Grammar, GrammarLibrary
 from nanoinfer.errors import RequestError
+from nanoinfer.integers import ceil_div
 from nanoinfer.progress import progress_bar
 from nanoinfer.structured_outputs import StructuredOutputsParams
 
@@ -91,7 +92,7 @@ class GrammarCache:
         more = []
         for grammar, number in num_samples.items():
             grammar.num_samples += number
-            num_templates = min(NUM_THREADS, -(-grammar.num_samples // FORKS_A_TEMPLATE))
+            num_templates = min(NUM_THREADS, ceil_div(grammar.num_samples, FORKS_A_TEMPLATE))
             more += [grammar] * (num_templates - len(grammar.templates))
         for _, task in _in_threads(library.add_template, more, self._seconds):
             if task.done():

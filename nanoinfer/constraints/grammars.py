@@ -14,6 +14,7 @@ from nanoinfer.constraints import lark, token_sets
 from nanoinfer.constraints.schema_numbers import check_numbers
 from nanoinfer.constraints.schemas import find_dead_end, forbid_additional_properties
 from nanoinfer.errors import RequestError
+from nanoinfer.integers import ceil_div
 from nanoinfer.structured_outputs import StructuredOutputsParams
 from nanoinfer.text.tokenizer import Tokenizer
 from nanoinfer.text.tokenizer_class import PASSED_ON
@@ -92,7 +93,7 @@ class GrammarLibrary:
         self._llguidance, self._fill = llguidance, llguidance.numpy.fill_next_token_bitmask_par
         self._switches = switches
         self._executor = llguidance.LLExecutor(num_threads=NUM_THREADS)
-        self._num_words, self._stop_token_ids = -(-vocab_size // 32), stop_token_ids
+        self._num_words, self._stop_token_ids = ceil_div(vocab_size, 32), stop_token_ids
         added = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
         self._special_tokens = {text: i for text, i in added.items() if self._tokenizer.is_special_token(i)}
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.errors import RequestError
+from nanoinfer.integers import ceil_div
 from nanoinfer.text.tokenizer import Tokenizer
 
 Bits = NDArray[np.int32]  # (num_words,): token i is bit i % 32 of word i // 32
@@ -26,7 +27,7 @@ def all_tokens(vocab_size: int) -> Bits:
 
 def set_of(token_ids: list[int] | slice, vocab_size: int) -> Bits:
     """Return the set of these tokens of a vocabulary."""
-    chosen = np.zeros(-(-vocab_size // 32) * 32, bool)
+    chosen = np.zeros(ceil_div(vocab_size, 32) * 32, bool)
     chosen[token_ids] = True
     return np.packbits(chosen, bitorder="little").view(np.int32)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoinfer.errors import ModelError
+from nanoinfer.integers import ceil_div
 
 BUCKET_BYTES = 2**29
 LIST_BYTES = 2**16  # of the list of what is in a bucket, filled up with spaces
@@ -37,7 +38,7 @@ class Described(NamedTuple):
     @property
     def num_bytes(self) -> int:
         num_bytes = torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
-        return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return ceil_div(num_bytes, ALIGNMENT) * ALIGNMENT
 
     def place(self, data: Tensor, start: int) -> Tensor:
         """Return where the tensor is in the bytes of its bucket, as a view."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory, copy
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.barrier.triton import barrier
 
 
@@ -41,7 +42,7 @@ class CopyEngines(SharedGpuMemory):
         max_tokens, self._hidden_size = shape
         self._rank, self._num_ranks = rank, num_ranks
         self._others = [(rank + i) % num_ranks for i in range(1, num_ranks)]
-        share = -(-max_tokens // num_ranks) * self._hidden_size  # entries
+        share = ceil_div(max_tokens, num_ranks) * self._hidden_size  # entries
         num_bytes = num_slices * (2 * num_ranks - 1) * share * dtype.itemsize
         super().__init__(num_bytes, num_ranks, rank, num_ranks, all_gather)
         buffers = self.own.view(dtype).view(num_slices, 2 * num_ranks - 1, share)

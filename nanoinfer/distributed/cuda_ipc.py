@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
+
 RELEASED = 2**62  # a flag beyond any that a kernel waits for
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
@@ -37,7 +39,7 @@ class SharedGpuMemory:
     def __init__(
         self, num_bytes: int, num_flags: int, rank: int, num_ranks: int, all_gather: Callable[[Tensor], Tensor]
     ) -> None:
-        flags_offset = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        flags_offset = ceil_div(num_bytes, ALIGNMENT) * ALIGNMENT
         self._memories = _share(flags_offset + 8 * num_flags, rank, num_ranks, all_gather)
         memory = torch.as_tensor(self._memories[rank])
         self.own, self.flags = memory[:num_bytes], memory[flags_offset:].view(torch.int64)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.symmetric_buffers import BITS, PeerTensor, SymmetricBuffers, empty_bits
 
 NUM_BUFFERS = 2  # double buffering
@@ -40,7 +41,7 @@ class SymmetricMemory(SharedGpuMemory):
     ) -> None:
         self._rank, self.max_tokens, bits = rank, shape[0], BITS[dtype]
         row_bytes = shape[1] * dtype.itemsize
-        self._min_two_shot_tokens = -(-MIN_TWO_SHOT_BYTES // row_bytes) if num_ranks > 2 else self.max_tokens + 1
+        self._min_two_shot_tokens = ceil_div(MIN_TWO_SHOT_BYTES, row_bytes) if num_ranks > 2 else self.max_tokens + 1
         # The others' parts and outputs lie one after the other, each of max_tokens rows.
         part_bytes = self.max_tokens * row_bytes
         set_bytes = (num_ranks + 1) * part_bytes

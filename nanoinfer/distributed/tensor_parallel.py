@@ -17,6 +17,7 @@ from nanoinfer.device import import_error
 from nanoinfer.distributed.cuda_ipc import SharedGpuMemory
 from nanoinfer.distributed.symmetric_memory import SymmetricMemory
 from nanoinfer.errors import ConfigError
+from nanoinfer.integers import ceil_div
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.copy_engines import CopyEngines
@@ -75,7 +76,7 @@ class TensorParallel:
             assert total % self.size == 0, f"{name}={total} cannot be split over {self.size} ranks"
             return total // self.size
         multiple = max(1, self.share_multiple // values_per_entry)
-        return -(-total // (self.size * multiple)) * multiple
+        return ceil_div(total, self.size * multiple) * multiple
 
     def shard(self, tensor: Tensor, dim: int, values_per_entry: int = 1) -> Tensor:
         """Return this rank's part of a full tensor: a view, unless it is filled up."""
@@ -100,7 +101,7 @@ class TensorParallel:
 
     def vocab_shard_size(self, vocab_size: int) -> int:
         """Return how many ids each rank has; the last one may have fewer."""
-        return -(-vocab_size // (self.size * VOCAB_UNIT)) * VOCAB_UNIT
+        return ceil_div(vocab_size, self.size * VOCAB_UNIT) * VOCAB_UNIT
 
     def vocab_shard(self, vocab_size: int) -> VocabShard:
         """Return this rank's ids; the last rank has what is left. Raises ConfigError where that would be none."""
@@ -110,7 +111,7 @@ class TensorParallel:
         if size * (self.size - 1) >= vocab_size:
             raise ConfigError(
                 f"vocab_size={vocab_size} is too small for tensor_parallel_size={self.size}: in shards of {size} ids "
-                f"it is enough for {-(-vocab_size // size)}"
+                f"it is enough for {ceil_div(vocab_size, size)}"
             )
         start = self.rank * size
         return VocabShard(start, min(size, vocab_size - start))
@@ -170,7 +171,7 @@ class TensorParallel:
                 if max_rows > 0:
                     memory = SymmetricMemory(self.rank, self.size, self.all_gather, (max_rows, hidden_size), dtype)
                 if max_tokens > SLICE_TOKENS:
-                    num_slices, shape = -(-max_tokens // SLICE_TOKENS), (SLICE_TOKENS, hidden_size)
+                    num_slices, shape = ceil_div(max_tokens, SLICE_TOKENS), (SLICE_TOKENS, hidden_size)
                     copy_engines = CopyEngines(self.rank, self.size, self.all_gather, num_slices, shape, dtype)
         except RuntimeError as error:
             logger.info("%s: %s sums go over NCCL", error, "all" if memory is None else "large")

@@ -80,15 +80,15 @@ class BlockManager:
             if spec.window is None:
                 self.attention.append(AttentionGroup(self.pool, index, offsets))
             else:
-                self.attention.append(SlidingWindowGroup(self.pool, index, offsets, spec.window, max_chunk_tokens))
+                self.attention.append(SlidingWindowGroup(self.pool, index, offsets, spec, max_chunk_tokens))
         self._windows = [group for group in self.attention if isinstance(group, SlidingWindowGroup)]
         self._num_full_tables = self.num_tables - sum(group.num_tables for group in self._windows)
         self.groups: list[CacheGroup] = [*self.attention]
-        self.states: StateGroup | None = None
+        self.state_group: StateGroup | None = None
         if num_states:
-            self.states = StateGroup(self.pool, max_num_seqs, num_states, copies_blocks=bool(tables))
-            self.groups.append(self.states)
-            self.pool.forget = self.states.snapshots.drop_children
+            self.state_group = StateGroup(self.pool, max_num_seqs, num_states, copies_blocks=bool(tables))
+            self.groups.append(self.state_group)
+            self.pool.forget = self.state_group.snapshots.drop_children
         self._trimming = [group for group in self.groups if group not in self.attention or group in self._windows]
 
     @property
@@ -108,7 +108,7 @@ class BlockManager:
     @property
     def num_snapshots(self) -> int:
         """Recurrent states that are kept for prefix hits."""
-        return 0 if self.states is None else len(self.states.snapshots)
+        return 0 if self.state_group is None else len(self.state_group.snapshots)
 
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether a sequence of so many tokens fits into the pool."""
@@ -117,18 +117,18 @@ class BlockManager:
     def start_step(self) -> None:
         """Let the next step copy what the steps before it compute."""
         self.pool.copies.start_step()
-        if self.states is not None:
-            self.states.snapshots.start_step()
+        if self.state_group is not None:
+            self.state_group.snapshots.start_step()
 
     def enqueue(self, seq: Sequence) -> None:
         """Note that a sequence waits for blocks."""
-        if self.states is not None:
-            self.states.enqueue(seq)
+        if self.state_group is not None:
+            self.state_group.enqueue(seq)
 
     def dequeue(self, seq: Sequence) -> None:
         """Note that a sequence waits no more."""
-        if self.states is not None:
-            self.states.dequeue(seq)
+        if self.state_group is not None:
+            self.state_group.dequeue(seq)
 
     def find_cached_prefix(self, seq: Sequence) -> Hit:
         """Return the longest prefix of `seq` that every group remembers; it may be empty."""
@@ -138,7 +138,7 @@ class BlockManager:
             # What one group leaves of it may be too long for another, so they are asked until none shortens it.
             while self._trimming and any(group.trim(seq, hit) for group in self._trimming):
                 pass
-            if self.states is None:
+            if self.state_group is None:
                 parent, tokens = self.pool.after(seq, hit.entries)
                 hit.source, num_common = self.pool.copies.find(parent, tokens)
                 hit.num_copied = num_common if hit.source else 0
@@ -148,7 +148,7 @@ class BlockManager:
                 if hit.source and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
                     # Its own blocks may be all that there are, and then there is none to copy from.
                     hit = Hit([], [])
-                hit.num_later = self.states.num_found_later(seq, hit)
+                hit.num_later = self.state_group.num_found_later(seq, hit)
         hit.pages = [group.needed_pages(hit.entries) for group in self.attention]
         return hit
 
@@ -206,7 +206,7 @@ class BlockManager:
             if end > seq.num_slots or self._windows:
                 for group in self.attention:
                     group.extend(batch, seq, end)
-                seq.num_slots = max(seq.num_slots, -(-end // self.block_size) * self.block_size)
+                seq.num_slots = max(seq.num_slots, self.pool.num_blocks_for(end) * self.block_size)
 
     def num_growing_tables(self, seq: Sequence) -> int:
         """Return how many blocks a sequence takes for a block of tokens."""
@@ -217,7 +217,7 @@ class BlockManager:
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk that could compute the tokens before `end` is to end."""
-        return end if self.states is None else self.states.clip(seq, end)
+        return end if self.state_group is None else self.state_group.clip(seq, end)
 
     def cache_blocks(self, seq: Sequence, num_computed: int, with_last: bool = False, ends: bool = False) -> None:
         """Make entries for the full blocks among the first `num_computed` tokens of `seq`.
@@ -241,8 +241,8 @@ class BlockManager:
             serials.append(parent)
             if self.pool.counts_uses:
                 self.pool.retain((parent,))
-        if self.states is not None:
-            with_last |= self.states.note(seq, num_computed, ends)
+        if self.state_group is not None:
+            with_last |= self.state_group.note(seq, num_computed, ends)
         # A block without an entry before it cannot be found.
         if with_last and end == len(serials) and num_last >= self.pool.copies.min_tokens:
             columns = self._columns(seq, end)
@@ -252,16 +252,16 @@ class BlockManager:
     def cache_end(self, seq: Sequence) -> None:
         """Cache what is left of a sequence that ends."""
         num_computed, num_known = seq.num_computed_tokens, len(seq.token_ids)
-        if self.states is None or num_computed > num_known:
+        if self.state_group is None or num_computed > num_known:
             # A step in flight may have computed the newest token, and may still fail. States of tokens after the end
             # are of no use.
-            self.cache_blocks(seq, num_known - 1, with_last=self.states is None)
+            self.cache_blocks(seq, num_known - 1, with_last=self.state_group is None)
         else:  # states are those after the step in flight
             self.cache_blocks(seq, num_computed, ends=True)
 
     def evict_failed(self, seq: Sequence, start: int = 0) -> None:
         """Remove what a failed step was to compute of a sequence from token `start` on, or has computed as NaN."""
-        if self.states is not None:
+        if self.state_group is not None:
             # States of the failed step may be kept by now, and others that began with them.
             self.reset_prefix_cache()
         elif self.holds(seq):
@@ -292,12 +292,12 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Evict every entry of the prefix cache. Running sequences keep their blocks."""
         self.pool.clear()
-        if self.states is not None:
-            self.states.snapshots.clear()
+        if self.state_group is not None:
+            self.state_group.snapshots.clear()
 
     def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
         """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
-        return ([], []) if self.states is None else self.states.snapshots.take_copies()
+        return ([], []) if self.state_group is None else self.state_group.snapshots.take_copies()
 
     def _columns(self, seq: Sequence, index: int) -> Columns:
         """Return the pages of a block of a sequence, by group; None where a window has left them."""

@@ -77,9 +77,13 @@ class RunnerLimits:
     max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
     cache_specs: tuple[CacheGroupSpec, ...]  # what the layers remember of a sequence, in the order of the block tables
     max_prefix_sharers: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
-    whole_prompts: bool  # whether a prompt is computed in one step, as an encoder has to
+    whole_prompts: bool  # no chunked prefill: a prompt is computed in one step, as an encoder has to
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
     max_row_tokens: int = 1  # the most tokens of a decode row: the newest one, and proposals
+
+    def max_chunk_tokens(self, max_num_batched_tokens: int) -> int:
+        """Return the most tokens of a sequence that one step computes, in prefill or in decode."""
+        return max(max_num_batched_tokens, self.max_row_tokens)
 
 
 class Runner(Protocol):

@@ -70,7 +70,7 @@ class LLMEngine(Engine):
             config.enable_prefix_caching,
             limits.cache_specs,
             max_num_seqs=limits.max_num_seqs,
-            max_chunk_tokens=max(config.max_num_batched_tokens, limits.max_row_tokens),
+            max_chunk_tokens=limits.max_chunk_tokens(config.max_num_batched_tokens),
         )
         self._routed_experts = RoutedExperts(runner) if config.enable_return_routed_experts else None
         self.scheduler = Scheduler(

@@ -1,9 +1,9 @@
 """The packet that tells of a step: one flat int32 array, written once, for the device and for other processes.
 
-It has a header and two parts of several sections: what is uploaded to the device, and what only the hosts of all ranks
-read. The device remembers what it was told. A running sequence owns one row of the tables in `runner/step_tables.py`,
-and a packet carries only what is new: rows given to sequences that were admitted, blocks that were allocated, the
-prompt chunks to compute, the rows to decode.
+It is the wire form of a ScheduledBatch, which vLLM calls SchedulerOutput. It has a header and two parts of several
+sections: what is uploaded to the device, and what only the hosts of all ranks read. The device remembers what it was
+told. A running sequence owns one row of the tables in `runner/step_tables.py`, and a packet carries only what is new:
+rows given to admitted sequences, blocks that were allocated, the prompt chunks to compute, the rows to decode.
 
 A section's records are a NamedTuple. `section` makes a NumPy dtype of it, so that host and device find columns by the
 names of its fields.
@@ -58,7 +58,7 @@ def section(record: type) -> Any:
 
 
 @dataclass(slots=True)
-class DeviceSections:
+class UploadedSections:
     """Holds views of the sections that are uploaded, (num_records, num_columns) int32; (0, 1) where there are none."""
 
     row_records: Any = section(RowRecord)
@@ -71,8 +71,8 @@ class DeviceSections:
 
 
 @dataclass(slots=True)
-class HostSections(DeviceSections):
-    """Holds views of all sections: those that are uploaded, some of which hosts read too, and those for hosts alone."""
+class AllSections(UploadedSections):
+    """Holds views of every section; hosts read them, the device gets only the inherited ones."""
 
     kept_states: Any = section(StateCopy)
     restored_states: Any = section(StateCopy)
@@ -90,20 +90,20 @@ class Header(NamedTuple):
     num_uploaded: int  # numbers after the header that are uploaded
     counts: dict[str, int]  # how many records each section has
 
-    def on_host(self, packet: Packet) -> HostSections:
-        return HostSections(*_views(packet[HEADER_SIZE:], [*self.counts.values()]))
+    def on_host(self, packet: Packet) -> AllSections:
+        return AllSections(*_views(packet[HEADER_SIZE:], [*self.counts.values()]))
 
     def uploaded(self, packet: Packet) -> Packet:
         """Return the part of a packet that is uploaded, for `on_device`."""
         return packet[HEADER_SIZE : HEADER_SIZE + self.num_uploaded]
 
-    def on_device(self, uploaded: Any) -> DeviceSections:
-        return DeviceSections(*_views(uploaded, [*self.counts.values()][:NUM_UPLOADED]))
+    def on_device(self, uploaded: Any) -> UploadedSections:
+        return UploadedSections(*_views(uploaded, [*self.counts.values()][:NUM_UPLOADED]))
 
 
-SECTION_DTYPES: dict[str, Any] = {item.name: item.metadata["dtype"] for item in fields(HostSections)}  # a np.dtype each
+SECTION_DTYPES: dict[str, Any] = {item.name: item.metadata["dtype"] for item in fields(AllSections)}  # a np.dtype each
 NUM_COLUMNS = [dtype.itemsize // 4 for dtype in SECTION_DTYPES.values()]
-NUM_UPLOADED = len(fields(DeviceSections))  # sections, which come first
+NUM_UPLOADED = len(fields(UploadedSections))  # sections, which come first
 FIRST_COUNT = len(Header._fields) - 1  # where the counts begin
 HEADER_SIZE = FIRST_COUNT + len(SECTION_DTYPES)
 
@@ -159,7 +159,7 @@ def _views(part: Any, counts: list[int]) -> list[Any]:
     return views
 
 
-def column(sections: DeviceSections, section: str, name: str) -> Any:
+def column(sections: UploadedSections, section: str, name: str) -> Any:
     """Return one int32 field of all records of a section, (num_records,): a view."""
     return getattr(sections, section)[:, SECTION_DTYPES[section].fields[name][1] // 4]
 
@@ -168,9 +168,9 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
     """Return the DecodeRecords, column by column: every decode step has them, and tuples would take longer."""
     records = np.zeros(len(batch.decode), SECTION_DTYPES["decode_rows"])
     records["row"] = [seq.row for seq in batch.decode]
-    for first_row, num_rows, num_blocks in batch.prefix_sharers:
-        records["num_shared_blocks"][first_row : first_row + num_rows] = num_blocks
-        records["num_sharers"][first_row] = num_rows
+    for first, num_rows, num_blocks in batch.prefix_sharers:
+        records["num_shared_blocks"][first : first + num_rows] = num_blocks
+        records["num_sharers"][first] = num_rows
     return records
 
 

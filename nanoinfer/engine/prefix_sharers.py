@@ -18,7 +18,7 @@ from nanoinfer.engine.sequence import Sequence
 
 # A pass of its own over the shared blocks costs about as much as reading so many tokens (measured on an H200 with 8 KV
 # heads of 128).
-MIN_SAVED_TOKENS = 8192
+SHARING_MIN_SAVED_TOKENS = 8192
 # Sharers are looked for again when fewer than this share of the rows is left: small sets may then fit into one.
 REGROUP_BELOW = 0.75
 
@@ -38,7 +38,7 @@ class Sharers(NamedTuple):
 class PrefixSharers(NamedTuple):
     """Names decode rows side by side that begin with the same blocks, which attention reads once for all of them."""
 
-    first_row: int  # index among the decode rows of the step
+    first_index: int  # among the decode rows of the step
     num_rows: int  # at least 2
     num_blocks: int  # the first entries of their block tables, at least 1
 
@@ -48,9 +48,9 @@ def split_sharers(prefix_sharers: list[PrefixSharers], max_rows: int) -> list[Pr
     if max_rows < 2:
         return []
     return [
-        PrefixSharers(first, min(max_rows, first_row + num_rows - first), num_blocks)
-        for first_row, num_rows, num_blocks in prefix_sharers
-        for first in range(first_row, first_row + num_rows - 1, max_rows)
+        PrefixSharers(first, min(max_rows, first_index + num_rows - first), num_blocks)
+        for first_index, num_rows, num_blocks in prefix_sharers
+        for first in range(first_index, first_index + num_rows - 1, max_rows)
     ]
 
 
@@ -61,7 +61,9 @@ class SharerFinder:
     min_saved_tokens: where all sharers of a step together save fewer reads of tokens, the step has none.
     """
 
-    def __init__(self, max_prefix_sharers: int, block_size: int, min_saved_tokens: int = MIN_SAVED_TOKENS) -> None:
+    def __init__(
+        self, max_prefix_sharers: int, block_size: int, min_saved_tokens: int = SHARING_MIN_SAVED_TOKENS
+    ) -> None:
         self.max_prefix_sharers = max_prefix_sharers
         self.block_size = block_size
         self.min_saved_tokens = min_saved_tokens
@@ -168,8 +170,8 @@ def _lay_out(decode: list[Sequence], found: list[Sharers]) -> tuple[list[Sequenc
     order = [*chain.from_iterable(sharers.seqs for sharers in found)]
     sharing = set(order)
     prefix_sharers = []
-    first_row = 0
+    first_index = 0
     for sharers in found:
-        prefix_sharers.append(PrefixSharers(first_row, len(sharers.seqs), sharers.num_blocks))
-        first_row += len(sharers.seqs)
+        prefix_sharers.append(PrefixSharers(first_index, len(sharers.seqs), sharers.num_blocks))
+        first_index += len(sharers.seqs)
     return order + [seq for seq in decode if seq not in sharing], prefix_sharers

@@ -114,7 +114,7 @@ def cut_portions(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 class Preparer:
-    """Prepares the requests of calls. Any thread may call any method.
+    """Prepares the requests of calls (vLLM: InputProcessor). Any thread may call any method.
 
     engine: must be open, and awake. prompt_processor: checks and tokenizes prompts. constraints: compiles what limits
     their tokens.

@@ -1,4 +1,4 @@
-"""Decode rows of several tokens: the newest one, and tokens that a proposer expects to follow it.
+"""Decode rows of several tokens, as speculative decoding has them: the newest one, and tokens that a proposer expects.
 
 A decode step computes the proposals after the newest token, and draws a token after each: with the noise of its own
 position, so that it is the one that single steps would draw if the proposals before it are right. It counts if they are

@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says 
 class Inbox:
     """Holds what has come of one caller's requests: outputs in the order in which they finished, and a stream's chunks.
 
-    is_stream: whether chunks are wanted.
+    In vLLM, a RequestOutputCollector. is_stream: whether chunks are wanted.
     """
 
     def __init__(self, is_stream: bool = False) -> None:

@@ -69,7 +69,7 @@ def option_sections(admitted: Iterable[Sequence]) -> dict[str, list[Any]]:
 
 
 def read_admitted_rows(on_host: Any) -> list[AdmittedRow]:
-    """Return the admitted rows that ask for something. on_host: the `HostSections` of a packet."""
+    """Return the admitted rows that ask for something. on_host: the `AllSections` of a packet."""
     if not len(on_host.option_records):
         return []
     rows = {numbers[0]: AdmittedRow._make([*numbers, {}]) for numbers in on_host.row_records[:, :3].tolist()}

@@ -52,7 +52,7 @@ class Scheduler:
     max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
     reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
     where the sequence will end before. max_prefix_sharers: the most decode rows that attention can read a shared
-    prefix for at once; 0 where it cannot. whole_prompts: whether a prompt is computed in one step, and never in chunks.
+    prefix for at once; 0 where it cannot. whole_prompts: without chunked prefill, a prompt is computed in one step.
     max_row_tokens: the most tokens of a decode row, if somebody proposes any.
     on_finish: is called with a running sequence that finishes, while it still holds its blocks.
     """
@@ -189,7 +189,7 @@ class Scheduler:
         """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
         chunks = [chunk for batch in batches for chunk in batch.prefill]
         manager = self.block_manager
-        if manager.states or not all(manager.holds(chunk.seq) for chunk in chunks):
+        if manager.state_group or not all(manager.holds(chunk.seq) for chunk in chunks):
             # States of these steps may be kept by now, and others that began with them. A sequence that ends with its
             # prompt has freed its blocks: which ones its step was to fill is not known.
             manager.reset_prefix_cache()
@@ -271,14 +271,17 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for seq in self.running.copy():
             num_left = len(seq.token_ids) - seq.num_computed_tokens
-            is_decoding = seq.hidden_states_request is None or seq.num_computed_tokens >= seq.num_prompt_tokens
-            if num_left == 1 and is_decoding:
-                continue  # decode computes its newest token; only hidden states have to come from prefill
-            if num_left > 0 and budget > 0 and seq.row is not None:
-                if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
-                    return batch, True
-                if seq.row is not None:
-                    budget -= self._add_chunk(batch, seq, budget)
+            if num_left <= 0:
+                continue  # all its known tokens are computed
+            needs_states = seq.hidden_states_request is not None and seq.num_computed_tokens < seq.num_prompt_tokens
+            if num_left == 1 and not needs_states:
+                continue  # decode computes its newest token; hidden states have to come from prefill
+            if budget <= 0 or seq.row is None:
+                continue  # without a row, it was preempted for one before it
+            if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
+                return batch, True
+            if seq.row is not None:  # else it was preempted itself
+                budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
             return batch, False
         passed_over = PassedOver(MAX_PASSED_OVER)
@@ -384,7 +387,7 @@ class Scheduler:
     def _try_admit(self, batch: ScheduledBatch, seq: Sequence, hit: Hit, growth: int) -> bool:
         """Move the head of the queue into the running set if its blocks, and those for `growth` tokens, are free."""
         manager = self.block_manager
-        reserve = -(-growth // manager.block_size) if self.running else 0
+        reserve = manager.pool.num_blocks_for(growth) if self.running else 0
         while manager.num_blocks_to_allocate(seq, hit) + reserve > manager.num_free_blocks:
             if not self.reclaim():
                 self._blocked_head = (seq.seq_id, manager.pool.num_frees)
@@ -434,7 +437,7 @@ class Scheduler:
         # Some may have finished or been sent back since.
         ending = [seq for seq in self._ending if seq.row is not None and seq.num_tokens == seq.stopping.max_num_tokens]
         takes_rows = False
-        if ending and self._waiting and manager.states is None:
+        if ending and self._waiting and manager.state_group is None:
             # With fewer free blocks than these hold, only some could be replaced. Shared blocks count once.
             tables, num_free = [seq.block_table for seq in ending], manager.num_free_blocks
             takes_rows = sum(map(len, tables)) <= num_free or len(set().union(*tables)) <= num_free

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.integers import ceil_div
+
 NUM_SLOTS = 32
 SLOT_SIZE = 16384  # int32 numbers
 SPIN_SECONDS = 100e-6  # a worker polls for the next step this long before it sleeps
@@ -85,7 +87,7 @@ class RingWriter:
 
     def send_bytes(self, values: NDArray[np.uint8]) -> None:
         """Write bytes as a message, which `receive_bytes` reads."""
-        padded = np.zeros(-(-len(values) // 4), np.int32)
+        padded = np.zeros(ceil_div(len(values), 4), np.int32)
         padded.view(np.uint8)[: len(values)] = values
         self.send(padded)
 

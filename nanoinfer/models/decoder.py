@@ -5,7 +5,7 @@ names are those of the checkpoint, except for the packed projections (see `packe
 `layer_stack.py` says how a step goes through the layers; `execution.py` chooses another way where one is faster.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.caches.block_layout import num_local_kv_heads
-from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerPlace
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
@@ -163,31 +163,36 @@ class DecoderLayer(Layer):
         moe = config.moe if config.moe is not None and config.moe.has_experts[index] else None
         self.has_experts = moe is not None
         self.is_linear = config.is_linear(index)
-        num_before = [config.is_linear(other) for other in range(index)].count(self.is_linear)  # of its kind
+        index_of_kind = config.index_among_its_kind(index)
         if self.is_linear:
-            self.linear_attn = DecoderLinearAttention(config, num_before, spec.interleaves_linear, tp)
+            self.linear_attn = DecoderLinearAttention(config, index_of_kind, spec.interleaves_linear, tp)
         else:
             attention = spec.attention or DecoderAttention
-            self.self_attn: Any = attention(setup, setup.kv_cache_layout.places[num_before], window, rotary_emb)
+            self.self_attn: Any = attention(setup, setup.backends.places[index_of_kind], window, rotary_emb)
         of_mlp = replace(tp, share_multiple=config.mlp_multiple)
         self.mlp = DecoderMLP(config, spec, of_mlp) if moe is None else spec.experts(config.hidden_size, moe, of_mlp)
         norm = partial(spec.norm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm() if spec.has_pre_norms else ResidualSum(config.hidden_size, config.rms_norm_eps)
-        self.norms = LayerNorms()
-        if spec.has_parallel_block:
-            return
-        self.post_attention_layernorm = norm()  # of the MLP's input; with `has_post_norms`, of attention's output
-        self.norms = LayerNorms(before_mlp=self.post_attention_layernorm)
-        if spec.has_post_norms:
-            self.pre_feedforward_layernorm = norm() if spec.has_pre_norms else self.input_layernorm
-            self.post_feedforward_layernorm = norm()
-            self.norms = LayerNorms(
-                self.post_attention_layernorm, self.pre_feedforward_layernorm, self.post_feedforward_layernorm
-            )
+        self.norms = self._make_norms(spec, norm)
 
     @property
     def mixer(self) -> Mixer:
         return self.linear_attn if self.is_linear else self.self_attn
+
+    def _make_norms(self, spec: DecoderSpec, norm: Callable[[], RMSNorm]) -> LayerNorms:
+        """Make the norms after attention, by the names that they have in checkpoints; return them by their roles."""
+        if spec.has_parallel_block:
+            return LayerNorms()
+        self.post_attention_layernorm = norm()
+        if not spec.has_post_norms:
+            return LayerNorms(before_mlp=self.post_attention_layernorm)
+        self.pre_feedforward_layernorm = norm() if spec.has_pre_norms else self.input_layernorm
+        self.post_feedforward_layernorm = norm()
+        return LayerNorms(
+            of_attention=self.post_attention_layernorm,
+            before_mlp=self.pre_feedforward_layernorm,
+            of_mlp=self.post_feedforward_layernorm,
+        )
 
     @cached_property
     def ways(self) -> Set[Way]:
@@ -239,7 +244,7 @@ class Decoder(LayerStack):
             tp = replace(tp, symmetric_memory=None)
         self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens = spec.embedding(config.vocab_size, config.hidden_size, tp)
-        setup = DecoderSetup(config, spec, backends, KVCacheLayout.of(config, max_positions, tp), tp)
+        setup = DecoderSetup(config, spec, backends, tp)
         windows = config.windows_within(max_positions)
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
         layers: list[DecoderLayer] = []

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -107,5 +106,4 @@ class DecoderSetup:
     config: ModelConfig
     spec: DecoderSpec
     backends: AttentionBackends
-    kv_cache_layout: KVCacheLayout  # says which part of the KV cache is a layer's
     tp: TensorParallel

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
+from nanoinfer.integers import ceil_div
 from nanoinfer.layers.layernorm import ResidualStream, RMSNorm
 from nanoinfer.layers.linear import PartialSum
 from nanoinfer.models.decoder import Decoder, DecoderLayer
@@ -64,7 +65,7 @@ def _pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
 
     The all-reduce of the embeddings is the barrier that `CopyEngines` needs between two steps.
     """
-    num_slices, tp = -(-len(buffers.rows) // SLICE_TOKENS), decoder.tp
+    num_slices, tp = ceil_div(len(buffers.rows), SLICE_TOKENS), decoder.tp
     exchange = tp.copy_engines or PlainExchange(tp, buffers.rows)
     parts = zip(*(tensor.tensor_split(num_slices) for tensor in buffers), strict=True)
     slices = [Slice(exchange, tp, index, *tensors) for index, tensors in enumerate(parts)]

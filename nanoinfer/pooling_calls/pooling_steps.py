@@ -23,6 +23,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.packet import SECTION_DTYPES, Packet, join_sections
 from nanoinfer.engine.row_options import OPTION_NAMES
 from nanoinfer.engine.side_outputs import HiddenStates, PooledVectors
+from nanoinfer.integers import ceil_div
 from nanoinfer.outputs import RequestMetrics
 from nanoinfer.pooling_outputs import PoolingRequestOutput
 from nanoinfer.text.prompts import PreparedRequest
@@ -113,7 +114,7 @@ class PoolingSteps:
         texts: list[Text] = []
         while self._waiting and len(texts) < runner.limits.max_num_seqs:
             size = len(self._waiting[0].prepared.token_ids)
-            num_tokens, num_blocks = num_tokens + size, num_blocks + -(-size // block_size)
+            num_tokens, num_blocks = num_tokens + size, num_blocks + ceil_div(size, block_size)
             if texts and (num_tokens > config.max_num_batched_tokens or num_blocks > runner.limits.num_blocks):
                 num_tokens -= size
                 break

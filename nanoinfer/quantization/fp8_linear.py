@@ -13,12 +13,13 @@ from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.quantization_config import (
     QuantizationConfig,
     module_names,
-    only,
     refuse_the_rest,
+    require,
     unsupported,
 )
 from nanoinfer.checkpoint.weights import must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.fp8_format import (
     FP8,
     FP8_MAX,
@@ -76,11 +77,11 @@ def read_fp8(fields: Fields) -> Fp8Config:
     """Read the dialect of Qwen3-FP8, DeepSeek and of per-tensor checkpoints, such as those of Ministral 3."""
     # transformers always writes weight_block_size, and gives scales names of its own.
     is_theirs = "weight_block_size" in fields.values
-    block = only(fields, "weight_block_size", (None, [BLOCK_SIZE, BLOCK_SIZE]))
-    scheme = only(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
-    only(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    only(fields, "scale_fmt", (None, "float"))
-    only(fields, "expert_dtype", (None, "fp8"))
+    block = require(fields, "weight_block_size", (None, [BLOCK_SIZE, BLOCK_SIZE]))
+    scheme = require(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
+    require(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    require(fields, "scale_fmt", (None, "float"))
+    require(fields, "expert_dtype", (None, "fp8"))
     ignored = module_names(fields, "modules_to_not_convert", "ignored_layers")
     refuse_the_rest(fields)
     if block and scheme == "static":
@@ -96,7 +97,7 @@ def read_fp8(fields: Fields) -> Fp8Config:
 
 def read_modelopt(fields: Fields) -> Fp8Config:
     """Read the dialect of TensorRT Model Optimizer: a static scale for each weight and its inputs."""
-    only(fields, "quant_algo", ("FP8",))
+    require(fields, "quant_algo", ("FP8",))
     ignored = module_names(fields, "ignore")
     refuse_the_rest(fields, {"producer", "config_groups"})  # the second says the same in other words
     return Fp8Config(weight_granularity="tensor", static_inputs=True, ignored=ignored)
@@ -105,20 +106,20 @@ def read_modelopt(fields: Fields) -> Fp8Config:
 def read_compressed_fp8(weights: Fields, inputs: Fields) -> Fp8Config:
     """Read the schemes of llm-compressor for weights and their inputs, both in FP8."""
     for part in (weights, inputs):
-        only(part, "num_bits", (8,))
-        only(part, "type", ("float",))
-        only(part, "symmetric", (True,), True)
-        only(part, "actorder", (None, False))
+        require(part, "num_bits", (8,))
+        require(part, "type", ("float",))
+        require(part, "symmetric", (True,), True)
+        require(part, "actorder", (None, False))
     static = not inputs.get("dynamic")
-    strategy = only(weights, "strategy", ("channel", "block", "tensor"))
-    only(weights, "dynamic", (False,), False)
+    strategy = require(weights, "strategy", ("channel", "block", "tensor"))
+    require(weights, "dynamic", (False,), False)
     if strategy == "block":
-        only(weights, "block_structure", ([BLOCK_SIZE, BLOCK_SIZE], f"{BLOCK_SIZE}x{BLOCK_SIZE}"))
-        only(inputs, "dynamic", (True,))
-        only(inputs, "strategy", ("group", "token"))
-        only(inputs, "group_size", (None, BLOCK_SIZE))
+        require(weights, "block_structure", ([BLOCK_SIZE, BLOCK_SIZE], f"{BLOCK_SIZE}x{BLOCK_SIZE}"))
+        require(inputs, "dynamic", (True,))
+        require(inputs, "strategy", ("group", "token"))
+        require(inputs, "group_size", (None, BLOCK_SIZE))
     else:
-        only(inputs, "strategy", ("tensor",) if static else ("token",))
+        require(inputs, "strategy", ("tensor",) if static else ("token",))
     return Fp8Config(weight_granularity=strategy, static_inputs=static)
 
 
@@ -270,7 +271,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
         if self.input_format is not None and self.input_format.group_size is not None:
             group_size = self.input_format.group_size
         columns, num_wanted = (64, 256) if is_small else (128, 128)  # tiles of few tokens share a multiprocessor
-        num_tiles, num_splits = -(-num_outputs // columns) * -(-len(x) // MAX_SMALL_STEP), 1
+        num_tiles, num_splits = ceil_div(num_outputs, columns) * ceil_div(len(x), MAX_SMALL_STEP), 1
         while 2 * num_tiles * num_splits <= num_wanted and num_splits < MAX_SPLITS:
             if x.shape[1] % (2 * num_splits * group_size):
                 break

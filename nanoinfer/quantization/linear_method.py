@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint.weights import check_shape
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 
@@ -43,7 +44,7 @@ class ParamSpec:
 
     def num_entries(self, num_outputs: int) -> int:
         """Return how many entries stand for so many outputs."""
-        return -(-num_outputs // self.outputs_per_entry)
+        return ceil_div(num_outputs, self.outputs_per_entry)
 
     def split(self, by_inputs: bool) -> tuple[int | None, int]:
         """Return the dimension that ranks cut, None for none, and how many values an entry along it stands for."""
@@ -52,7 +53,7 @@ class ParamSpec:
     def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
         """Return the shape of a tensor for so many outputs and inputs."""
         entries = {self.output_dim: self.num_entries(num_outputs)}
-        entries |= {self.input_dim: -(-num_inputs // self.inputs_per_entry)}
+        entries |= {self.input_dim: ceil_div(num_inputs, self.inputs_per_entry)}
         return tuple(entries[dim] for dim in sorted(dim for dim in entries if dim is not None))
 
 

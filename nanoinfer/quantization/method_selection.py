@@ -20,8 +20,8 @@ from nanoinfer.checkpoint.quantization_config import (
     REMEDY,
     QuantizationConfig,
     module_names,
-    only,
     refuse_the_rest,
+    require,
     unsupported,
 )
 from nanoinfer.errors import ModelError
@@ -80,7 +80,7 @@ ROUNDED_AT_LOAD: Mapping[str, QuantizationConfig] = {
 def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     """Read the dialect of llm-compressor: one scheme for all linear layers, in FP8 or in packed integers of 4 bits."""
     # The first two are one in FP8.
-    layout = only(fields, "format", ("float-quantized", "naive-quantized", "pack-quantized"))
+    layout = require(fields, "format", ("float-quantized", "naive-quantized", "pack-quantized"))
     transforms = json.dumps(fields.get("transform_config"))
     for location in re.findall(r'"location": "(\w+)"', transforms):
         if location not in (within := ("weight_input", "weight_output")):  # what is in the weights already
@@ -94,11 +94,11 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
             "is supported; use a checkpoint with one"
         )
     group = fields.part("config_groups").part(*groups)
-    only(group, "targets", (["Linear"],))
-    only(group, "format", (None, layout))
-    only(group, "output_activations", (None,))
+    require(group, "targets", (["Linear"],))
+    require(group, "format", (None, layout))
+    require(group, "output_activations", (None,))
     if layout == "pack-quantized":
-        only(group, "input_activations", (None,))
+        require(group, "input_activations", (None,))
         return replace(read_pack_quantized(_scheme(group, "weights", 4)), ignored=ignored)
     config = read_compressed_fp8(_scheme(group, "weights", 8), _scheme(group, "input_activations", 8))
     return replace(config, ignored=ignored)

@@ -11,6 +11,7 @@ bundle from the replica with the most work, if that has more than twice as much;
 """
 
 import heapq
+import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -303,7 +304,7 @@ def _cut(requests: list[QueuedRequest], largest: float) -> list[list[QueuedReque
     if total <= largest or len(requests) == 1:
         return [requests]
     parts: list[list[QueuedRequest]] = [[]]
-    work, part_work = 0.0, total / -(-total // largest)
+    work, part_work = 0.0, total / math.ceil(total / largest)
     for request in sorted(requests, key=lambda request: request.prompt):
         if parts[-1] and work + request.work / 2 > len(parts) * part_work:
             parts.append([])

@@ -8,9 +8,10 @@ have graphs of their own, which are captured when they are first needed.
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanoinfer.device import capturing
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
@@ -38,6 +39,43 @@ def several_tokens_graph_sizes(sizes: list[int]) -> list[int]:
     return [size for size in sizes if size in (1, 2, 4, 8, 16) or size % 32 == 0 or size == max(sizes)]
 
 
+class GraphInputs(NamedTuple):
+    """Holds what graphs read of a batch, each (max_rows,) int32; see DecodeBatch and SharedPrefixes."""
+
+    rows: Tensor
+    num_shared_blocks: Tensor
+    num_sharers: Tensor
+    num_row_tokens: Tensor
+
+    @classmethod
+    def padding(cls, max_rows: int, device: torch.device) -> "GraphInputs":
+        """Return padding rows: without a context, they share no prefix and have one token."""
+
+        def full(number: int) -> Tensor:
+            return torch.full((max_rows,), number, dtype=torch.int32, device=device)
+
+        return cls(rows=full(PADDING_ROW), num_shared_blocks=full(0), num_sharers=full(0), num_row_tokens=full(1))
+
+    def fill(self, batch: DecodeBatch, padding: "GraphInputs", size: int) -> None:
+        """Write a batch into the first rows, and padding after it up to row `size`."""
+
+        def fill_one(inputs: Tensor, numbers: Tensor, padded_with: Tensor) -> None:
+            torch.cat((numbers, padded_with[len(numbers) : size]), out=inputs[:size])
+
+        fill_one(self.rows, batch.rows, padding.rows)
+        if batch.shared_prefixes is not None:
+            num_shared_blocks, num_sharers = batch.shared_prefixes
+            fill_one(self.num_shared_blocks, num_shared_blocks, padding.num_shared_blocks)
+            fill_one(self.num_sharers, num_sharers, padding.num_sharers)
+        if batch.num_row_tokens is not None:
+            fill_one(self.num_row_tokens, batch.num_row_tokens, padding.num_row_tokens)
+
+    def batch(self, size: int, num_tokens: int, shares_prefixes: bool) -> DecodeBatch:
+        """Return the batch of the first rows, for a graph to read."""
+        shared = SharedPrefixes(self.num_shared_blocks[:size], self.num_sharers[:size]) if shares_prefixes else None
+        return DecodeBatch(self.rows[:size], shared, num_tokens, self.num_row_tokens[:size] if num_tokens > 1 else None)
+
+
 class DecodeGraphs:
     """Captures `forward` in one CUDA graph for each batch size; all graphs share one memory pool.
 
@@ -57,10 +95,8 @@ class DecodeGraphs:
         is_warm: bool = False,
     ) -> None:
         self._forward = forward
-        # Graphs read four numbers of each row: the row itself, the two of SharedPrefixes, and how many tokens it has.
-        padding = torch.tensor([PADDING_ROW, 0, 0, 1], dtype=torch.int32, device=device)
-        self._padding = [number.repeat(max(sizes)) for number in padding]
-        self._inputs = [numbers.clone() for numbers in self._padding]
+        self._padding = GraphInputs.padding(max(sizes), device)
+        self._inputs = GraphInputs.padding(max(sizes), device)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # by the arguments of `_capture`
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
@@ -71,8 +107,7 @@ class DecodeGraphs:
 
     def replay(self, batch: DecodeBatch) -> None:
         """Run `forward` for the rows of a batch, and for padding after them."""
-        rows, shared_prefixes, num_tokens, num_row_tokens = batch
-        num_rows, shares_prefixes = len(rows), shared_prefixes is not None
+        num_rows, num_tokens, shares_prefixes = len(batch.rows), batch.num_tokens, batch.shared_prefixes is not None
         sizes = self._sharing_sizes if shares_prefixes else self._sizes
         if num_tokens > 1:
             sizes = self._several_tokens_sizes
@@ -82,10 +117,7 @@ class DecodeGraphs:
             which = f"{size} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
             logger.info("capturing the CUDA graph of decode steps of up to %s", which)
             self._graphs[key] = self._capture(*key)
-        given = rows, *(shared_prefixes or (None, None)), num_row_tokens
-        for numbers, inputs, padding in zip(given, self._inputs, self._padding, strict=True):
-            if numbers is not None:
-                torch.cat((numbers, padding[num_rows:size]), out=inputs[:size])
+        self._inputs.fill(batch, self._padding, size)
         self._graphs[key].replay()
 
     def _capture(
@@ -93,9 +125,7 @@ class DecodeGraphs:
     ) -> torch.cuda.CUDAGraph:
         for inputs, padding in zip(self._inputs, self._padding, strict=True):
             inputs.copy_(padding)
-        rows, *shared, num_row_tokens = (inputs[:size] for inputs in self._inputs)
-        shared_prefixes = SharedPrefixes(*shared) if shares_prefixes else None
-        batch = DecodeBatch(rows, shared_prefixes, num_tokens, num_row_tokens if num_tokens > 1 else None)
+        batch = self._inputs.batch(size, num_tokens, shares_prefixes)
         if not is_warm:
             self._forward(batch)  # compiles and warms up outside the capture
         graph = torch.cuda.CUDAGraph()

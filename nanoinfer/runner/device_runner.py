@@ -159,7 +159,7 @@ class DeviceRunner:
         )
 
     def _capture_graphs(self, is_warm: bool = False) -> None:
-        if self.setup.uses_graphs and self.model.generates and self.model.captures_decode:
+        if self.setup.uses_graphs() and self.model.generates and self.model.captures_decode:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
             runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)

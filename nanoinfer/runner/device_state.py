@@ -1,14 +1,15 @@
 """What a runner holds on its device beside the weights: sleeping frees it, and waking up makes it anew."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.routing_table import RoutingTable
-from nanoinfer.engine.packet import DeviceSections, Header, HostSections, column
+from nanoinfer.engine.packet import AllSections, Header, UploadedSections, column
 from nanoinfer.models.execution import PrefillGraphs
+from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler
 from nanoinfer.runner.step_tables import StepTables
@@ -45,7 +46,11 @@ class DeviceState:
     routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = None
 
-    def enter(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> None:
+    def prefill_graph(self, num_tokens: int, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
+        """Return what computes a prefill step of so many tokens by graphs; None if the model is to compute it."""
+        return self.buffers.prefill_graphs.choose(num_tokens, num_chunks)
+
+    def enter(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> None:
         """Enter new rows and blocks, and make the copies that a step begins with."""
         self.tables.update(header, on_device)
         if header.counts["row_records"]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.device import computing, record_event, to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import DeviceSections, Header, HostSections, Packet, column, read_header
+from nanoinfer.engine.packet import AllSections, Header, Packet, UploadedSections, column, read_header
 from nanoinfer.engine.side_outputs import SideOutput
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -78,22 +78,21 @@ class ModelRunner:
                 return self._launch_prefill(header, on_host, on_device)
             return self._launch_decode(header, on_host, on_device)
 
-    def _launch_prefill(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
+    def _launch_prefill(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> LaunchedStep:
         assert not header.counts["decode_rows"], "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
         step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
-        forward = self.state.buffers.prefill_graphs.choose(len(step.token_ids), len(chunks)) or self.model
+        forward = self.state.prefill_graph(len(step.token_ids), len(chunks)) or self.model
         hidden, side_outputs = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
-        if self.state.sampler.prompt_logprobs.by_row:
-            side_outputs = side_outputs + self.state.sampler.prompt_logprobs.read(self.model, hidden, chunks)
+        side_outputs = side_outputs + self.state.sampler.read_prompts(self.model, hidden, chunks)
         return LaunchedStep(
             rows=column(on_device, "chunks", "row")[:num_samples].long(),
             host_rows=[row for row, _, _ in chunks[:num_samples]],
             side_outputs=side_outputs,
         )
 
-    def _launch_decode(self, header: Header, on_host: HostSections, on_device: DeviceSections) -> LaunchedStep:
+    def _launch_decode(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> LaunchedStep:
         rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
         batch = DecodeBatch(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)

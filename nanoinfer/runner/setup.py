@@ -19,6 +19,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import RecurrentStateSpec, num_snapshots
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.errors import ConfigError
+from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
@@ -64,7 +65,8 @@ class Setup:
     device: torch.device
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
-    backends: AttentionBackends
+    kv_cache_layout: KVCacheLayout  # how layers with attention share the KV cache
+    backends: AttentionBackends  # of the layers that `load_model` has made: empty before
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: BaseModelConfig, tp: TensorParallel) -> "Setup":
@@ -73,14 +75,14 @@ class Setup:
         dtype = select_dtype(config.dtype, model_config.dtype, model_config.prefers_bfloat16, device)
         kv_cache_dtype = select_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
         block_size, in_8_bits = config.kvcache_block_size, is_8_bit(kv_cache_dtype)
-        backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits)
-        setup = cls(config, model_config, tp, device, dtype, kv_cache_dtype, backends)
-        if config.enable_return_routed_experts and setup.kv_cache_layout.tables[0].window is not None:
+        layout = KVCacheLayout.of(model_config, model_config.longest_sequence(config.max_model_len), tp)
+        if config.enable_return_routed_experts and layout.tables[0].window is not None:
             raise ConfigError(
                 "enable_return_routed_experts=True keeps the experts of a token beside its keys, and no layer of "
                 f"{model_config.architecture} keeps those of all tokens; leave it out"
             )
-        return setup
+        backends = AttentionBackends(config.attention_backend, device, dtype, block_size, in_8_bits, layout.places)
+        return cls(config, model_config, tp, device, dtype, kv_cache_dtype, layout, backends)
 
     @property
     def longest_sequence(self) -> int:
@@ -88,28 +90,17 @@ class Setup:
         return self.model_config.longest_sequence(self.config.max_model_len)
 
     @property
-    def kv_cache_layout(self) -> KVCacheLayout:
-        """How layers with attention share the KV cache."""
-        return KVCacheLayout.of(self.model_config, self.longest_sequence, self.tp)
-
-    @property
-    def state_layout(self) -> StateLayout | None:
-        """What layers with linear attention keep of a sequence; None without such layers."""
-        return StateLayout.of(self.model_config, self.dtype, self.tp, self.max_row_tokens)
-
-    @property
-    def max_row_tokens(self) -> int:
-        """The most tokens of a decode row: as many as the layers of the loaded model take, and are asked for."""
-        return min(self.config.max_row_tokens, self.backends.max_row_tokens or self.config.max_row_tokens)
-
-    @property
     def pooling(self) -> PoolingConfig:
         assert self.model_config.pooling is not None, "the folder was read, and with it how the model pools"
         return self.model_config.pooling
 
-    @property
     def uses_graphs(self) -> bool:
+        """Return whether steps of the loaded model are captured."""
         return self.device.type == "cuda" and not self.config.enforce_eager and not self.backends.needs_host
+
+    def state_layout(self, max_row_tokens: int) -> StateLayout | None:
+        """Return what layers with linear attention keep of a sequence; None without such layers."""
+        return StateLayout.of(self.model_config, self.dtype, self.tp, max_row_tokens)
 
     def load_model(self, folder: Path) -> Model:
         """Return the model with its weights, or random ones, on the device."""
@@ -130,14 +121,17 @@ class Setup:
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
         max_num_seqs, cache_specs = self.config.max_num_seqs, self.kv_cache_layout.cache_specs
-        if self.state_layout is not None:
+        # As many as are asked for, and the layers of the loaded model take.
+        max_row_tokens = min(self.config.max_row_tokens, self.backends.max_row_tokens or self.config.max_row_tokens)
+        state_layout = self.state_layout(max_row_tokens)
+        if state_layout is not None:
             num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
             if self.device.type == "cuda":
                 free_bytes = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
                 free_bytes = self.tp.minimum(free_bytes, self.device)
-                max_num_seqs = self.state_layout.max_rows(max_num_seqs, free_bytes)
+                max_num_seqs = state_layout.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
-                num_kept = self.state_layout.num_snapshots(max_num_seqs, free_bytes)
+                num_kept = state_layout.num_snapshots(max_num_seqs, free_bytes)
             cache_specs += (RecurrentStateSpec(num_kept),)
         return RunnerLimits(
             max_model_len=self.longest_sequence,
@@ -147,7 +141,7 @@ class Setup:
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
-            max_row_tokens=self.max_row_tokens,
+            max_row_tokens=max_row_tokens,
         )
 
     def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
@@ -161,12 +155,12 @@ class Setup:
             num_blocks = memory.num_blocks_in(free_bytes, num_bytes, layout.num_pages_of(1), block_size)
             if limits.whole_prompts:
                 # Blocks serve one step, while the next is planned: as many as two steps need suffice.
-                blocks_of_step = -(-self.max_step_tokens(limits) // block_size) + limits.max_num_seqs
+                blocks_of_step = ceil_div(self.max_step_tokens(limits), block_size) + limits.max_num_seqs
                 num_blocks = min(num_blocks, 2 * blocks_of_step)
         else:
             num_blocks = layout.num_pages_of(num_blocks)
         num_blocks = self.tp.minimum(num_blocks, self.device)
-        max_chunk_tokens = max(self.config.max_num_batched_tokens, limits.max_row_tokens)
+        max_chunk_tokens = limits.max_chunk_tokens(self.config.max_num_batched_tokens)
         capacity = layout.max_tokens(num_blocks, block_size, max_chunk_tokens)
         max_model_len = memory.resolve_max_model_len(
             self.config.max_model_len, self.longest_sequence, capacity, num_blocks, block_size
@@ -181,7 +175,7 @@ class Setup:
 
         Runs such steps, and captures some graphs of decode and of small prefill steps; kernels are compiled on the way.
         """
-        has_decode_graphs = self.uses_graphs and runner.model.generates and runner.model.captures_decode
+        has_decode_graphs = self.uses_graphs() and runner.model.generates and runner.model.captures_decode
         with runner.model.compiling_few_rows(graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
             step_bytes = memory.measure_peak_bytes(lambda: self.run_largest_prefills(runner, limits), self.device)
         graph_bytes = self._measure_decode_graphs(limits, runner.decode) if has_decode_graphs else 0
@@ -227,7 +221,7 @@ class Setup:
         graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
         # If the rows or their lengths limit steps, and not the token budget, hardly any step has exactly max_tokens.
         captures_largest = max_tokens == self.config.max_num_batched_tokens
-        if self.uses_graphs and not self.config.enable_return_routed_experts:
+        if self.uses_graphs() and not self.config.enable_return_routed_experts:
             graphs = model.prefill_graphs(max_tokens, captures_largest)
         max_logits = limits.max_num_seqs * limits.max_row_tokens
         return StepBuffers(
@@ -257,9 +251,9 @@ class Setup:
         kv_cache = memory.allocate_kv_cache(
             self.kv_cache_layout, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device
         )
-        states = None
-        if self.state_layout is not None:
-            states = self.state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.cache_specs), self.device)
+        states, state_layout = None, self.state_layout(limits.max_row_tokens)
+        if state_layout is not None:
+            states = state_layout.allocate(limits.max_num_seqs, num_snapshots(limits.cache_specs), self.device)
         tables = StepTables(limits.max_num_seqs, limits.max_model_len, kv_cache, states)
         sampler = Sampler(
             tables.token_ids,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.recurrent_states import RecurrentStates
-from nanoinfer.engine.packet import DeviceSections, Header, column
+from nanoinfer.engine.packet import Header, UploadedSections, column
+from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.metadata import (
     DecodeBatch,
     DecodeMetadata,
@@ -40,7 +41,7 @@ class StepTables:
         kv_cache: KVCache,
         recurrent_states: RecurrentStates | None = None,
     ) -> None:
-        rows, max_blocks, device = max_num_seqs + 1, -(-max_model_len // kv_cache.block_size), kv_cache.device
+        rows, max_blocks, device = max_num_seqs + 1, ceil_div(max_model_len, kv_cache.block_size), kv_cache.device
         self.kv_cache, self.recurrent_states = kv_cache, recurrent_states
         self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -50,7 +51,7 @@ class StepTables:
         # The factor of the block ids in each line of block_tables; None if all factors are 1.
         self._id_strides = torch.tensor(strides, device=device).repeat_interleave(rows) if max(strides) > 1 else None
 
-    def update(self, header: Header, sections: DeviceSections) -> None:
+    def update(self, header: Header, sections: UploadedSections) -> None:
         """Enter a packet's new rows and blocks; `sections` are tensors on the device."""
         if header.counts["row_records"]:
             rows, lens = column(sections, "row_records", "row").long(), column(sections, "row_records", "num_tokens")

@@ -17,6 +17,7 @@ from torch import Tensor
 from nanoinfer.device import numbers_to_device, to_device, why_not_plain
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.logits.spec import forbid_tokens
 from nanoinfer.sampling.logits_processors import Lines, LogitsProcessor
 
@@ -25,7 +26,7 @@ class MaskSender:
     """Copies masks to the device on a stream of its own, during the forward pass, and from there to the other ranks."""
 
     def __init__(self, vocab_size: int, device: torch.device, tp: TensorParallel) -> None:
-        self.num_words = -(-vocab_size // 32)  # of a mask
+        self.num_words = ceil_div(vocab_size, 32)  # of a mask
         self._device = device
         self._tp = tp
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and tp.rank == 0 else None

@@ -1,4 +1,4 @@
-"""Tokens that somebody proposes to follow the newest ones: a decode step draws at the places of all of them at once.
+"""Draft tokens of speculative decoding, here proposals: a decode step draws at the places of all of them at once.
 
 Each row of such a step has several lines. Line j draws as if the row's proposals 0 to j - 1 were right, with the noise
 of its own position. So the drawn tokens up to the first wrong proposal, and the token drawn in place of that, are those
@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.packet import DeviceSections, HostSections
+from nanoinfer.engine.packet import AllSections, UploadedSections
 
-PADDING = -1  # the host row of a line that is none of a row's own
+PADDING_LINE = -1  # the host row of a line that is none of a row's own
 
 
 class Proposals(NamedTuple):
@@ -27,7 +27,7 @@ class Proposals(NamedTuple):
     host_counts: list[int]
 
     @classmethod
-    def read(cls, on_host: HostSections, on_device: DeviceSections) -> "Proposals":
+    def read(cls, on_host: AllSections, on_device: UploadedSections) -> "Proposals":
         """Read what a packet proposes."""
         num_rows = len(on_host.decode_rows)
         numbers, counts = on_device.proposals.view(num_rows, -1), on_host.proposals.reshape(num_rows, -1)[:, 0]
@@ -51,5 +51,5 @@ class Proposals(NamedTuple):
         """Return the row of each line of a step, given those of the step."""
         num_tokens, rows = self.num_tokens, list[int]()
         for row, count in zip(host_rows, self.host_counts, strict=True):
-            rows += [row] * count + [PADDING] * (num_tokens - count)
+            rows += [row] * count + [PADDING_LINE] * (num_tokens - count)
         return rows

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
-from nanoinfer.engine.packet import HostSections, column
+from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import ROW_OPTIONS, AdmittedRow, read_admitted_rows
 
 
@@ -39,7 +39,7 @@ class RowState:
             self.by_row.pop(row, None)
 
 
-def admit_rows(states: Iterable[RowState], on_host: HostSections) -> None:
+def admit_rows(states: Iterable[RowState], on_host: AllSections) -> None:
     """Have all of these remember what the newly admitted rows of a packet ask for, in place of what was before."""
     asking = read_admitted_rows(on_host)
     admitted: list[int] = []

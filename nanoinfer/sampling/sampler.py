@@ -18,9 +18,10 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import SECTION_DTYPES, DeviceSections, column
-from nanoinfer.engine.side_outputs import SampleLogprobs
+from nanoinfer.engine.packet import SECTION_DTYPES, UploadedSections, column
+from nanoinfer.engine.side_outputs import SampleLogprobs, SideOutput
 from nanoinfer.engine.token_masks import TokenMasks
+from nanoinfer.models.interface import Model
 from nanoinfer.sampling.draws import Draws
 from nanoinfer.sampling.filters import Filters
 from nanoinfer.sampling.logit_bias import LogitBias
@@ -29,7 +30,7 @@ from nanoinfer.sampling.logprobs import PromptLogprobsReader, SampleLogprobsRead
 from nanoinfer.sampling.mask_processors import Grammars, MaskSender, TokenSets, UserFunctions
 from nanoinfer.sampling.min_tokens import MinTokens
 from nanoinfer.sampling.penalties import Penalties
-from nanoinfer.sampling.proposals import PADDING, Proposals
+from nanoinfer.sampling.proposals import PADDING_LINE, Proposals
 from nanoinfer.sampling.row_state import RowState
 
 NUM_MASKS = 4  # for all rows: masks of grammars and of token sets, of two steps
@@ -73,19 +74,25 @@ class Sampler:
         self._max_row_tokens = max_row_tokens
         self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        tables = self.temperatures, self.seeds, token_ids, context_lens
-        self._draws = Draws(*tables, num_counted, tp)
+        self._draws = Draws(
+            temperatures=self.temperatures,
+            seeds=self.seeds,
+            token_ids=token_ids,
+            context_lens=context_lens,
+            num_counted=num_counted,
+            tp=tp,
+        )
         self._mask_sender = MaskSender(vocab_size, self.device, tp)
         self._of_rows = {kind: kind(token_ids, vocab_size) for kind in ORDER if issubclass(kind, RowProcessor)}
         self._filters = Filters(self.temperatures)
         self._logprobs = SampleLogprobsReader(logprobs_mode, self.temperatures)
-        self.prompt_logprobs = PromptLogprobsReader(token_ids, vocab_size, tp, self._logprobs.normalises)
-        self.states: list[RowState] = [*self._of_rows.values(), self._filters, self._logprobs, self.prompt_logprobs]
+        self._prompt_logprobs = PromptLogprobsReader(token_ids, vocab_size, tp, self._logprobs.normalises)
+        self.states: list[RowState] = [*self._of_rows.values(), self._filters, self._logprobs, self._prompt_logprobs]
         # Rows are copied for these. A threshold needs the logits of all ranks.
         copying = [*self._of_rows.values(), self._logprobs, *([self._filters] if tp.size > 1 else [])]
         self._copied_rows = [state.by_row for state in copying]
 
-    def admit(self, on_device: DeviceSections) -> None:
+    def admit(self, on_device: UploadedSections) -> None:
         """Enter temperatures and seeds of the newly admitted rows of a packet; `admit_rows` tells `states` the rest."""
         rows = column(on_device, "row_records", "row").long()
         self.temperatures[rows] = read_field(on_device, "row_records", "temperature")
@@ -127,7 +134,7 @@ class Sampler:
         copied = [index for index, row in enumerate(host_rows) if row in copied_rows or index in masked]
         indices = numbers_to_device(copied, self.device)
         token_ids = torch.empty(len(host_rows), dtype=torch.int32, device=self.device)
-        if len(copied) + host_rows.count(PADDING) < len(host_rows):
+        if len(copied) + host_rows.count(PADDING_LINE) < len(host_rows):
             token_ids = self._draw(logits, first_id, lines.without(indices))
         logprobs = []
         for start in range(0, len(copied), ROWS_AT_ONCE):
@@ -141,6 +148,10 @@ class Sampler:
             token_ids[on_device] = drawn = self._draws.from_logits(processed, lowest, part)
             logprobs += self._logprobs.read(part, drawn, whole, processed, lowest)
         return Sampled(self._draws.enter(token_ids, rows, proposals), logprobs, errors)
+
+    def read_prompts(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[SideOutput]:
+        """Return the log-probabilities that rows want of these chunks' tokens; see `PromptLogprobsReader.read`."""
+        return self._prompt_logprobs.read(model, hidden, chunks) if self._prompt_logprobs.by_row else []
 
     @property
     def scratch_bytes(self) -> int:
@@ -157,7 +168,7 @@ class Sampler:
         return self._draws.from_logits(logits, lowest, lines)
 
 
-def read_field(sections: DeviceSections, section: str, name: str) -> Tensor:
+def read_field(sections: UploadedSections, section: str, name: str) -> Tensor:
     """Return one field of a section's records on the device, (num_records,), in its dtype; `column` is for int32."""
     kind, offset = SECTION_DTYPES[section].fields[name][:2]
     columns: Tensor = getattr(sections, section)[:, offset // 4 : (offset + kind.itemsize) // 4]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.checkpoint.loader import fill_with_random_weights, iterate_weights, load_model
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
@@ -76,7 +77,8 @@ def checkpoint_tensors(bias: bool = False, head: bool = True, vocab_size: int = 
 
 def build(config: ModelConfig, tp: TensorParallel | None = None) -> Qwen3ForCausalLM:
     """A model whose parameters are NaN until they are loaded."""
-    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=16)
+    places = KVCacheLayout.of(config, 4, tp or TensorParallel()).places
+    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=16, places=places)
     model = Qwen3ForCausalLM(config, max_positions=4, backends=backends, tp=tp or TensorParallel())
     for param in model.parameters():
         param.fill_(float("nan"))
@@ -380,8 +382,9 @@ def test_a_missing_tensor_is_named_as_its_like_in_other_layers_and_experts(
     tensors = mixtral_tensors(renamed)
     del tensors[missing]
     save_file(tensors, tmp_path / "model.safetensors")
-    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=16)
     config = read_native_config(MIXTRAL)
+    places = KVCacheLayout.of(config, 4, TensorParallel()).places
+    backends = AttentionBackends("torch", torch.device("cpu"), torch.float32, block_size=16, places=places)
     model = get_model_class("MixtralForCausalLM")(config, 4, backends, TensorParallel())
     with pytest.raises(ModelError, match=re.escape(f"lacks weights for {missing}; download the checkpoint again")):
         load_model(model, tmp_path)

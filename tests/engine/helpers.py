@@ -296,7 +296,7 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) ->
     assert not (batch.prefill and batch.decode)
     assert batch.num_prefill_tokens <= scheduler.max_num_batched_tokens
     assert all(chunk.length > 0 for chunk in batch.prefill)
-    if scheduler.block_manager.states is None:
+    if scheduler.block_manager.state_group is None:
         cut = [chunk for chunk in batch.prefill if not chunk.samples and chunk.seq not in batch.pooled]
         assert len(cut) <= 1, "one chunk may be cut, the last that was scheduled"
     if batch.decode:
@@ -374,7 +374,7 @@ def check_invariants(
     assert manager.num_used_blocks == len(users.keys() | {copy.source for copy in copies})
     assert manager.num_free_blocks + manager.num_used_blocks == manager.num_blocks
     check_entries(manager)
-    if group := manager.states:
+    if group := manager.state_group:
         check_snapshots(group, seqs)
 
 
@@ -394,7 +394,7 @@ def check_entries(manager: BlockManager) -> None:
     uses = Counter(entry.parent for entry in entries)
     uses.update(entry.serial for entry in entries for column in entry.columns if column is not None)
     uses.update(serial for seq in manager._holding for serial in seq.prefix_serials)
-    if group := manager.states:
+    if group := manager.state_group:
         uses.update(snapshot.parent for snapshot in group.snapshots._kept)
     assert all(0 < entry.num_uses == uses[entry.serial] for entry in entries)
 
@@ -431,7 +431,7 @@ def check_cache_contents(manager: BlockManager, device: FakeDevice, seqs: list[S
                 assert held == [text + table for text in expected], (
                     f"{block_id} is cached under a text it does not hold"
                 )
-        group = manager.states
+        group = manager.state_group
         if group and hit.snapshot and all(copy.target != hit.snapshot.place for copy in group.snapshots._to_keep):
             assert device.states[hit.snapshot.place] == texts[num_full + hit.num_copied - 1]
 

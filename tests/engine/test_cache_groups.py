@@ -39,8 +39,8 @@ class Engine:
         ]
         sizes = {"max_num_seqs": 2, "max_chunk_tokens": max_num_batched_tokens, "min_copied_tokens": 1}
         self.manager = BlockManager(num_blocks, 4, True, specs, **sizes)
-        if self.manager.states:
-            self.manager.states.min_kept_tokens = self.manager.states.min_saved_tokens = 1
+        if self.manager.state_group:
+            self.manager.state_group.min_kept_tokens = self.manager.state_group.min_saved_tokens = 1
         limits = {"max_num_seqs": 2, "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": 40}
         self.scheduler = Scheduler(self.manager, **limits)
         self.scheduler.min_awaited_tokens = self.scheduler.min_awaited_in_all = 1
@@ -112,9 +112,9 @@ def test_an_entry_goes_with_the_last_of_what_hangs_on_it() -> None:
     engine.manager.reset_prefix_cache()
     assert not entries
     engine.run(TEXT)
-    assert engine.manager.states is not None
-    while engine.manager.states.snapshots._kept:
-        engine.manager.states.snapshots.drop(next(iter(engine.manager.states.snapshots._kept)))
+    assert engine.manager.state_group is not None
+    while engine.manager.state_group.snapshots._kept:
+        engine.manager.state_group.snapshots.drop(next(iter(engine.manager.state_group.snapshots._kept)))
     check_entries(engine.manager)
     engine.manager.pool.take(engine.manager.num_free_blocks)
     assert not entries
@@ -127,7 +127,7 @@ def test_an_identity_that_is_gone_leaves_nothing_behind(specs: tuple[CacheGroupS
         engine.run(TEXT, identity)
     engine.manager.reset_prefix_cache()
     pool, kept = engine.manager.pool, []
-    if group := engine.manager.states:
+    if group := engine.manager.state_group:
         kept = [group.queued, group.plans, group.snapshots._children, group.snapshots._awaited]
     assert not any([pool._full, pool._entries, pool.copies._siblings, pool.copies._new, *kept])
 

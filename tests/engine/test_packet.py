@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from nanoinfer.engine.packet import DeviceSections, HostSections, Packet, pack, read_header
+from nanoinfer.engine.packet import AllSections, Packet, UploadedSections, pack, read_header
 from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.engine.row_options import AdmittedRow, read_admitted_rows
 from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, PrefillChunk, ScheduledBatch, StateCopy
@@ -15,11 +15,11 @@ from nanoinfer.sampling_params import SamplingParams
 from tests.engine.helpers import make_sequence
 
 
-def sections_of(packet: Packet) -> HostSections:
+def sections_of(packet: Packet) -> AllSections:
     return read_header(packet).on_host(packet)
 
 
-def views(sections: DeviceSections) -> list[np.ndarray]:
+def views(sections: UploadedSections) -> list[np.ndarray]:
     return [getattr(sections, item.name) for item in dataclasses.fields(sections)]
 
 
@@ -181,7 +181,7 @@ def test_a_step_that_awaits_masks_says_so_and_is_otherwise_the_same() -> None:
 
 def test_prefix_sharers_tell_their_rows_how_many_blocks_they_share_and_the_first_how_many_rows_follow() -> None:
     decode = [sequence_in_row(row, [1]) for row in (4, 1, 6, 0, 3, 2)]
-    sharers = [PrefixSharers(first_row=0, num_rows=3, num_blocks=5), PrefixSharers(3, num_rows=2, num_blocks=1)]
+    sharers = [PrefixSharers(first_index=0, num_rows=3, num_blocks=5), PrefixSharers(3, num_rows=2, num_blocks=1)]
     sections = sections_of(pack(ScheduledBatch(decode=decode, prefix_sharers=sharers)))
     assert sections.decode_rows.tolist() == [[4, 5, 3], [1, 5, 0], [6, 5, 0], [0, 1, 2], [3, 1, 0], [2, 0, 0]]
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from nanoinfer.engine.prefix_sharers import MIN_SAVED_TOKENS, PrefixSharers, SharerFinder, split_sharers
+from nanoinfer.engine.prefix_sharers import SHARING_MIN_SAVED_TOKENS, PrefixSharers, SharerFinder, split_sharers
 from nanoinfer.engine.sequence import Sequence
 from tests.engine.helpers import make_sequence
 
@@ -31,7 +31,7 @@ def arrange(prefixes: SharerFinder, decode: list[Sequence]) -> tuple[list[int], 
 
 def test_rows_that_begin_with_the_same_blocks_share_them() -> None:
     decode = with_tables([1, 2, 10], [1, 2, 11, 12], [1, 2, 13])
-    assert arrange(make_prefixes(), decode) == ([0, 1, 2], [PrefixSharers(first_row=0, num_rows=3, num_blocks=2)])
+    assert arrange(make_prefixes(), decode) == ([0, 1, 2], [PrefixSharers(first_index=0, num_rows=3, num_blocks=2)])
 
 
 def test_sharers_come_first_and_the_others_stay_in_their_order() -> None:
@@ -128,7 +128,7 @@ def test_a_step_that_would_save_less_than_the_threshold_has_no_sets() -> None:
 def test_by_default_two_rows_with_a_short_prefix_are_not_worth_it() -> None:
     decode = with_tables([1, 10], [1, 11])
     assert arrange(SharerFinder(64, BLOCK_SIZE), decode)[1] == []
-    assert MIN_SAVED_TOKENS > BLOCK_SIZE
+    assert SHARING_MIN_SAVED_TOKENS > BLOCK_SIZE
 
 
 def test_sets_that_come_under_the_threshold_as_rows_leave_are_dissolved() -> None:
@@ -226,10 +226,10 @@ def check(prefixes: SharerFinder, decode: list[Sequence]) -> int:
     assert len(order) == len(decode)
     assert set(order) == set(decode)
     next_row = num_saved = 0
-    for first_row, num_rows, num_blocks in found:
-        assert first_row == next_row, "sets lie side by side from row 0 on, so no row is in two"
+    for first, num_rows, num_blocks in found:
+        assert first == next_row, "sets lie side by side from row 0 on, so no row is in two"
         next_row += num_rows
-        seqs = order[first_row:next_row]
+        seqs = order[first:next_row]
         assert 2 <= num_rows <= prefixes.max_prefix_sharers
         assert 1 <= num_blocks <= num_common_blocks(seqs)
         assert all(num_blocks * BLOCK_SIZE < seq.num_computed_tokens for seq in seqs)

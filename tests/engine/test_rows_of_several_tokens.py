@@ -139,8 +139,8 @@ def test_what_steps_of_several_tokens_computed_is_found_by_later_prompts(
         second = llm.generate(turns, replace(params, max_tokens=9), use_tqdm=False)
     with proposing_llm(folders(architecture), **options) as llm:
         engine = engine_of(llm)
-        if engine.block_manager.states is not None:
-            engine.block_manager.states.min_kept_tokens = 1
+        if engine.block_manager.state_group is not None:
+            engine.block_manager.state_group.min_kept_tokens = 1
         engine.proposer = KnownTexts([*first, *second], VOCAB_SIZE)
         assert_same_answers(llm.generate(prompts, params, use_tqdm=False), first)
         before = llm.get_metrics().cached_tokens

@@ -114,7 +114,7 @@ class History:
             hash_function=hash_function,
             min_copied_tokens=1 if has_states else random.choice([1, 1, 2, 100]),
         )
-        if group := self.manager.states:
+        if group := self.manager.state_group:
             group.min_saved_tokens = random.choice([1, 1, 4])
             group.min_kept_tokens = random.choice([1, 1, 4, 100])
         max_model_len = num_blocks * block_size

@@ -51,8 +51,8 @@ def hybrid_scheduler(
 
 
 def states_of(manager: BlockManager) -> StateGroup:
-    assert manager.states is not None
-    return manager.states
+    assert manager.state_group is not None
+    return manager.state_group
 
 
 def chunks(batch: ScheduledBatch) -> list[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.layernorm import CohereLayerNorm, GemmaRMSNorm, RMSNorm
@@ -126,7 +127,8 @@ def test_layers_have_the_attention_that_their_architecture_names() -> None:
     new = type("ANewAttention", (DecoderAttention,), {})
     raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
     config = read_native_config({**raw, "num_hidden_layers": 2, "num_attention_heads": 2})
-    backends = AttentionBackends("auto", torch.device("cpu"), torch.float32, block_size=16)
+    places = [LayerPlace(0, 0), LayerPlace(0, 1)]
+    backends = AttentionBackends("auto", torch.device("cpu"), torch.float32, block_size=16, places=places)
     for spec, attention in ((DecoderSpec(attention=new), new), (DecoderSpec(), DecoderAttention)):
         decoder = Decoder(config, spec, 16, backends, TensorParallel())
         assert [type(layer.mixer) for layer in decoder.layers] == [attention] * 2
@@ -146,7 +148,7 @@ def test_no_part_of_a_layer_leaves_its_sums_to_a_norm_that_cannot_reduce_them(no
     raw |= {"num_experts_per_tok": 1}
     raw |= {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [1]}
     config, memory = read_native_config(raw), object()
-    backends = AttentionBackends("auto", torch.device("cpu"), torch.float32, block_size=16)
+    backends = AttentionBackends("auto", torch.device("cpu"), torch.float32, block_size=16, places=[LayerPlace()])
     tp: Any = TensorParallel(0, 2, symmetric_memory=memory)  # type: ignore[arg-type]
     decoder = Decoder(config, DecoderSpec(norm=norm), 16, backends, tp)
     assert [(layer.is_linear, layer.has_experts) for layer in decoder.layers] == [(True, True), (False, False)]

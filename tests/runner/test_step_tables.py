@@ -10,7 +10,7 @@ from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerKind
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.packet import DeviceSections, Header
+from nanoinfer.engine.packet import Header, UploadedSections
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
@@ -91,10 +91,10 @@ def test_layers_that_see_several_blocks_in_a_page_get_ids_that_far_apart() -> No
     wide, narrow = BlockLayout.of_kv(1, 4, 4), BlockLayout.of_kv(1, 2, 2)
     layout = KVCacheLayout.arrange([LayerKind(None, narrow), LayerKind(None, narrow), LayerKind(8, wide)])
     tables = StepTables(2, 8, KVCache(layout, 10, 4, torch.float32, torch.device("cpu")))
-    nothing = {item.name: 0 for item in dataclasses.fields(DeviceSections)}
+    nothing = {item.name: 0 for item in dataclasses.fields(UploadedSections)}
     header = Header(*[0] * (len(Header._fields) - 1), counts={**nothing, "new_blocks": 3})
     new_blocks = torch.tensor([[1, 0, 7], [1, 1, 9], [3 + 1, 0, 5]], dtype=torch.int32)
-    tables.update(header, DeviceSections(**(nothing | {"new_blocks": new_blocks})))
+    tables.update(header, UploadedSections(**(nothing | {"new_blocks": new_blocks})))
     assert [table[1].tolist() for table in tables.tables] == [[14, 18], [5, 0]]
     assert new_blocks.tolist() == [[1, 0, 7], [1, 1, 9], [4, 0, 5]], "the packet stays as it is"
     tables.context_lens[1] = 6

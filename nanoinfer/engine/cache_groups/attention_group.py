@@ -15,6 +15,7 @@ from itertools import count, repeat
 from nanoinfer.engine.block_pool import BlockPool
 from nanoinfer.engine.cache_groups.cache_group import CacheGroup, Hit
 from nanoinfer.engine.cache_groups.partial_hits import CacheEntry, Column
+from nanoinfer.engine.cache_groups.specs import SlidingWindowSpec
 from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 
@@ -55,8 +56,9 @@ class AttentionGroup(CacheGroup):
 
     def cost(self, seq: Sequence, hit: Hit) -> int:
         """Return how many free pages an admitted sequence takes at most until its prompt is computed."""
-        num_pages = self.num_tables * (self._pool.num_blocks_for(seq.num_tokens) - len(hit.entries))
-        return num_pages + self._pool.num_idle(hit.pages[self.index]) if hit.entries else num_pages
+        num_new = self.num_tables * (self._pool.num_blocks_for(seq.num_tokens) - len(hit.entries))
+        num_revived = self._pool.num_idle(hit.pages[self.index]) if hit.entries else 0  # cached pages of no sequence
+        return num_new + num_revived
 
     def admit(self, batch: ScheduledBatch, seq: Sequence, hit: Hit) -> None:
         held = self.held[seq] = HeldPages(hit.pages[self.index])
@@ -100,7 +102,7 @@ class AttentionGroup(CacheGroup):
 
     def _take(self, held: HeldPages, end: int) -> list[int]:
         """Take the pages that the tokens before `end` lack, and return them."""
-        num_missing = (-(-end // self._pool.block_size) - held.first) * self.num_tables - len(held.pages)
+        num_missing = (self._pool.num_blocks_for(end) - held.first) * self.num_tables - len(held.pages)
         pages = self._pool.take(num_missing) if num_missing > 0 else []
         held.pages += pages
         return pages
@@ -124,13 +126,15 @@ class AttentionGroup(CacheGroup):
 class SlidingWindowGroup(AttentionGroup):
     """Holds the pages of the tokens that a window reaches, and of the chunk that is computed.
 
-    window: how many tokens a token attends to, itself included. max_chunk_tokens: the most tokens of a chunk.
+    max_chunk_tokens: the most tokens of a chunk.
     """
 
-    def __init__(self, pool: BlockPool, index: int, offsets: range, window: int, max_chunk_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, index: int, offsets: range, spec: SlidingWindowSpec, max_chunk_tokens: int
+    ) -> None:
         super().__init__(pool, index, offsets)
-        self.window = window
-        self._max_pages = self.num_tables * (pool.num_blocks_for(window - 1 + max_chunk_tokens) + 1)
+        self.window = spec.window
+        self._max_pages = spec.max_pages_of_window(pool.block_size, max_chunk_tokens)
 
     def max_pages(self, num_tokens: int) -> int:
         return min(super().max_pages(num_tokens), self._max_pages)

@@ -9,6 +9,8 @@ first group come first.
 
 from dataclasses import dataclass
 
+from nanoinfer.integers import ceil_div
+
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec:
@@ -19,6 +21,10 @@ class FullAttentionSpec:
 
     num_tables: int = 1
     window: None = None
+
+    def max_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
+        """Return how many pages a sequence of so many tokens holds at most, if its chunks have no more than that."""
+        return self.num_tables * ceil_div(num_tokens, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,16 @@ class SlidingWindowSpec:
 
     window: int  # tokens that a token attends to, itself included
     num_tables: int = 1
+
+    def max_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
+        """Return how many pages a sequence of so many tokens holds at most, if its chunks have no more than that."""
+        within_window = self.max_pages_of_window(block_size, max_chunk_tokens)
+        return min(self.num_tables * ceil_div(num_tokens, block_size), within_window)
+
+    def max_pages_of_window(self, block_size: int, max_chunk_tokens: int) -> int:
+        """Return how many pages a sequence of any length holds at most."""
+        num_tokens = self.window - 1 + max_chunk_tokens  # of a chunk, and those that its first token attends to
+        return self.num_tables * (ceil_div(num_tokens, block_size) + 1)  # 1: they may begin and end within blocks
 
 
 @dataclass(frozen=True, slots=True)

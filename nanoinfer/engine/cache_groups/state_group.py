@@ -19,7 +19,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 
 # A snapshot costs a copy of the states, and an end of a chunk: about as much as computing a few dozens of tokens.
-MIN_SAVED_TOKENS = 64
+SNAPSHOT_MIN_SAVED_TOKENS = 64
 MIN_KEPT_TOKENS = 32
 
 
@@ -33,7 +33,7 @@ class StateGroup(CacheGroup):
     """
 
     def __init__(self, pool: BlockPool, max_num_seqs: int, num_snapshots: int, copies_blocks: bool) -> None:
-        self.min_saved_tokens, self.min_kept_tokens = MIN_SAVED_TOKENS, MIN_KEPT_TOKENS
+        self.min_saved_tokens, self.min_kept_tokens = SNAPSHOT_MIN_SAVED_TOKENS, MIN_KEPT_TOKENS
         self._pool, self._copies_blocks = pool, copies_blocks
         self.queued: defaultdict[Hashable, QueuedPrompts] = defaultdict(QueuedPrompts)  # by identity
         self.snapshots = StateSnapshots(pool, max_num_seqs, num_snapshots, self.queued)

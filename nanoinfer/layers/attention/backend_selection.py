@@ -1,6 +1,6 @@
 """Which attention backend serves a device, a dtype and a kind of layer."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -25,17 +25,25 @@ class AttentionBackends:
     """Chooses a backend for each kind of attention layer of a model, and holds those that were chosen.
 
     requested: the name of a backend, or "auto". block_size: tokens in a block of the cache. in_8_bits: whether the
-    cache holds keys and values in 8 bits.
+    cache holds keys and values in 8 bits. places: which part of the cache is a layer's, of each layer with attention,
+    in the order of the model; an encoder's layers share one.
     """
 
     def __init__(
-        self, requested: str, device: torch.device, dtype: torch.dtype, block_size: int, in_8_bits: bool = False
+        self,
+        requested: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        in_8_bits: bool = False,
+        places: Sequence[LayerPlace] = (),
     ) -> None:
         self.requested = requested
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
         self.in_8_bits = in_8_bits
+        self.places = places
         self._backends: dict[Hashable, Backend] = {}
         self._places: dict[tuple[int, Hashable], LayerPlace] = {}  # of a layer, by block table and spec
 

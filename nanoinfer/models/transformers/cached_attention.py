@@ -6,8 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.caches.kv_cache_layout import KVCacheLayout, LayerPlace
-from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import PrefillMetadata
@@ -16,7 +15,6 @@ from nanoinfer.models.transformers.attention_interface import AttentionHandler
 from nanoinfer.models.transformers.probe import AttentionCall
 from nanoinfer.models.transformers.transformers_config import TransformersConfig
 
-ALONE = TensorParallel()  # these models are whole on each rank
 # (query, key, value, sinks) -> the heads' outputs, each (num_tokens, heads, size).
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -74,7 +72,7 @@ def cached_attentions(
     config: TransformersConfig, max_positions: int, backends: AttentionBackends
 ) -> list[CachedAttention]:
     """Return what computes each attention call of a step. max_positions: the longest sequence."""
-    windows, places = config.windows_within(max_positions), KVCacheLayout.of(config, max_positions, ALONE).places
+    windows, places = config.windows_within(max_positions), backends.places
     attentions = []
     for call, window, place in zip(config.calls, windows, places, strict=True):
         chunk = call.sight.chunk

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
@@ -68,7 +69,7 @@ def _launch(gate_up, out_format, is_gelu=False, is_exact=False):
         in_fp8 = {"num_groups": rows.scales.shape[1], "GROUP": out_format.group_size}
     out = gate_up.new_empty(num_tokens, size) if rows is None else rows.values
     if num_tokens > 0:
-        _gated_activation_kernel[(num_tokens, -(-size // width))](
+        _gated_activation_kernel[(num_tokens, ceil_div(size, width))](
             gate_up,
             out,
             None if rows is None else rows.scales,

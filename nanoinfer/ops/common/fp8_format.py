@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest value of e4m3, which has no infinity
 GROUP_SIZE = 128  # neighbouring values of a row: those that share a scale have one group or several
@@ -34,7 +36,7 @@ class QuantizedRows:
 
 def group_size_of(size: int, num_groups: int) -> int:
     """Return how many values of a row share each of its scales. Only of groups of 128 the last one may have fewer."""
-    return GROUP_SIZE if num_groups == -(-size // GROUP_SIZE) else size // num_groups
+    return GROUP_SIZE if num_groups == ceil_div(size, GROUP_SIZE) else size // num_groups
 
 
 Activations = Tensor | QuantizedRows  # (num_tokens, size), in the model's dtype or in 8 bits
@@ -59,7 +61,7 @@ class RowFormat:
         wide: the rows before they are rounded, if somebody has them already.
         """
         num_rows = len(like)
-        num_groups = 1 if self.group_size is None else -(-size // self.group_size)
+        num_groups = 1 if self.group_size is None else ceil_div(size, self.group_size)
         values = like.new_empty(num_rows, size, dtype=FP8)
         if self.scale is not None:
             scales = self.scale.expand(num_rows, num_groups)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.kv_cache.spec import LayerCache
 from nanoinfer.ops.prefill_attention.spec import attention_with_sinks, soft_capped_attention
 
@@ -30,7 +31,7 @@ def decode_attention(
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = cache.k.shape
     max_context = max(1, int(context_lens.max()))
-    num_blocks = -(-max_context // block_size)
+    num_blocks = ceil_div(max_context, block_size)
     positions = torch.arange(max_context, device=q.device)
     visible = positions < context_lens.unsqueeze(1)
     if window is not None:

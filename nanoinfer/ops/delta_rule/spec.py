@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.dispatch import op
 
 CHUNK = 64  # tokens
@@ -245,7 +246,7 @@ def _chunks_of(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
     Returns the sequences in that order, the tokens of each chunk (num_chunks, CHUNK) with -1 beyond the end, and how
     many sequences have a first chunk, a second one, and so on.
     """
-    counts = [-(-length // CHUNK) for length in lens]
+    counts = [ceil_div(length, CHUNK) for length in lens]
     order = sorted(range(len(counts)), key=lambda index: -counts[index])
     num_active = [sum(count > number for count in counts) for number in range(max(counts))]
     sequences = torch.tensor([order[line] for count in num_active for line in range(count)], device=device)

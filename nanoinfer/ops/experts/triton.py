@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_hopper_kernels, has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
@@ -294,7 +295,7 @@ def grouped_product(
     tiling = choose_tiling(plan.tile_size, num_slots, num_rows, x.dtype, x.device, in_4_bits)
     if not in_4_bits and weight.values.shape[2] != depth:
         weight = weight._replace(values=weight.values[..., :depth].contiguous())
-    _grouped_product_kernel[(-(-num_rows // tiling.columns), num_slots)](
+    _grouped_product_kernel[(ceil_div(num_rows, tiling.columns), num_slots)](
         x,
         *weight[:4],
         *plan.tensors,
@@ -328,7 +329,7 @@ def choose_tiling(
     What is read ahead has to fit into shared memory, and the sums into registers. Weights in 4 bits are read in blocks
     of 128 inputs.
     """
-    num_programs = num_tiles * -(-num_columns // 64)
+    num_programs = num_tiles * ceil_div(num_columns, 64)
     if in_4_bits:
         return Tiling(32, 128, 6, 4) if num_programs < 2 * num_multiprocessors(device) else Tiling(128, 128, 3, 4)
     if dtype == torch.float32:  # for comparisons: tensor cores would round it

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE
 from nanoinfer.ops.common.math import e4m3_scale, gated, to_e4m3
@@ -205,7 +206,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
         "ROWS": rows,
         **overlap_options(x.device),
     }
-    _gate_up_kernel[(-(-inner_size // GROUP_SIZE), num_slots)](
+    _gate_up_kernel[(ceil_div(inner_size, GROUP_SIZE), num_slots)](
         x,
         x_scales,
         *gate_up[:2],
@@ -223,7 +224,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
         num_warps=8,
         **common,
     )
-    _down_kernel[(-(-hidden_size // tiling.down_columns), num_slots)](
+    _down_kernel[(ceil_div(hidden_size, tiling.down_columns), num_slots)](
         gated.values,
         gated.scales,
         *down[:2],
@@ -245,7 +246,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
 def choose_tiling(rows: int, num_tiles: int, hidden_size: int, device: torch.device) -> Tiling:
     """Return how to cut the products of `num_tiles` tiles of rows."""
     # Few programs, which together ask for enough bytes at a time, or enough of them for all multiprocessors.
-    is_few = num_tiles * -(-hidden_size // 128) < num_multiprocessors(device)
+    is_few = num_tiles * ceil_div(hidden_size, 128) < num_multiprocessors(device)
     columns = 64 if is_few else 128
     if not has_large_shared_memory(device):
         return Tiling(2, columns, 3, 8)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
@@ -187,10 +188,10 @@ def few_rows_product(x, weight, bias=None, norm=None, residual=None, gated=False
     if num_rows == 0:
         return out
     tiling = choose_tiling(num_rows, len(weight), size, gated)
-    num_steps, padded_rows = -(-size // (DEPTH * tiling.slices)), next_power_of_2(num_rows)
+    num_steps, padded_rows = ceil_div(size, DEPTH * tiling.slices), next_power_of_2(num_rows)
     assert padded_rows * tiling.outputs <= 32, f"a warp has no lanes for {num_rows} rows of {tiling.outputs} outputs"
     norm_weight, eps = norm or (None, 0.0)
-    _few_rows_product_kernel[(-(-num_outputs // (tiling.warps // tiling.slices * tiling.outputs)),)](
+    _few_rows_product_kernel[(ceil_div(num_outputs, tiling.warps // tiling.slices * tiling.outputs),)](
         x,
         weight,
         bias,

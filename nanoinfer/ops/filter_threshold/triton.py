@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import INF
 
@@ -234,7 +235,7 @@ def thresholds(logits, limits):
     assert limits.stride() == (NUM_LIMITS.value, 1), (
         f"limits are (num_rows, {NUM_LIMITS.value}) and contiguous, strides {limits.stride()}"
     )
-    num_groups, unused = -(-vocab_size // GROUP_SIZE.value), UNUSED_BITS[logits.dtype]
+    num_groups, unused = ceil_div(vocab_size, GROUP_SIZE.value), UNUSED_BITS[logits.dtype]
     out = logits.new_empty(num_rows, dtype=torch.float32)
     maxima, group_weights = out.new_empty(2, num_rows, num_groups)
     candidates = out.new_empty(num_rows, num_groups, dtype=torch.int32)
@@ -242,7 +243,7 @@ def thresholds(logits, limits):
     if num_rows == 0:
         return out
     sizes = vocab_size, logits.stride(0), num_groups
-    _group_kernel[num_rows, -(-num_groups // GROUPS_AT_ONCE)](
+    _group_kernel[num_rows, ceil_div(num_groups, GROUPS_AT_ONCE)](
         logits, limits, maxima, group_weights, *sizes, GROUPS=GROUPS_AT_ONCE, num_warps=4
     )
     _candidates_kernel[(num_rows,)](

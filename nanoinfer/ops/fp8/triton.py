@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE, MAX_SMALL_STEP, RowFormat, group_size_of
 from nanoinfer.ops.common.math import e4m3_scale, to_e4m3
@@ -96,7 +97,7 @@ def quantize_rows(x, row_format):
     if num_rows == 0:
         return rows
     width, tile = tile_of_row(size, row_format)
-    _quantize_rows_kernel[(num_rows, -(-size // width))](
+    _quantize_rows_kernel[(num_rows, ceil_div(size, width))](
         x,
         rows.values,
         rows.scales,
@@ -311,7 +312,7 @@ def fp8_product(x, x_scales, weight, weight_scales, bias, dtype, num_splits=1):
     if num_tokens == 0:
         return result
     tiling = choose_tiling(num_tokens, x.device)
-    num_tiles = -(-num_tokens // tiling.rows) * -(-num_outputs // tiling.columns)
+    num_tiles = ceil_div(num_tokens, tiling.rows) * ceil_div(num_outputs, tiling.columns)
     _fp8_product_kernel[(num_tiles, num_splits)](
         x,
         x_scales,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.dispatch import op
 from nanoinfer.token_ids import NOT_COUNTED
 
@@ -184,7 +185,7 @@ def _noisy_best(
     # Groups race: exp(noisy score / temperature) is weights over an exponential. One Philox call serves four groups.
     # In place where it can be: to a CPU, new memory costs more than the arithmetic.
     weights = (scores - peaks).div_(temperatures.unsqueeze(2)).exp_().sum(2)  # (num_rows, num_groups)
-    counters = first_id // (4 * GROUP_SIZE) + torch.arange(-(-weights.shape[1] // 4), device=logits.device)
+    counters = first_id // (4 * GROUP_SIZE) + torch.arange(ceil_div(weights.shape[1], 4), device=logits.device)
     bits = torch.stack(philox(seeds, counters, positions, zero), dim=-1).flatten(1)[:, : weights.shape[1]]
     race = torch.where(temperatures > 0, weights / exponential(bits), scores.amax(2))
     fastest, group = race.max(1, keepdim=True)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nanoinfer import token_ids
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import INF
 from nanoinfer.ops.gumbel_max import spec
@@ -236,7 +237,7 @@ def _launch(logits, first_id, thresholds, tables, out, token_ids=None, scores=No
     assert logits.stride(1) == 1, f"the logits of a row must be contiguous, strides {logits.stride()}"
     if num_rows == 0:
         return
-    num_tiles = -(-vocab_size // (TILE_GROUPS * GROUP_SIZE.value))
+    num_tiles = ceil_div(vocab_size, TILE_GROUPS * GROUP_SIZE.value)
     best_scores = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)
     best_groups = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
     inputs = (logits, *tables, thresholds, best_scores, best_groups)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_hopper_kernels
 from nanoinfer.ops.dispatch import op
 
@@ -114,7 +115,7 @@ def int4_product(x: Tensor, weight: PackedWeight, num_splits: int) -> Tensor:
     """
     wide = dequantize(weight).to(x.dtype)
     num_blocks = x.shape[1] // BLOCK
-    part = -(-num_blocks // num_splits) * BLOCK
+    part = ceil_div(num_blocks, num_splits) * BLOCK
     parts = [slice(start, start + part) for start in range(0, num_splits * part, part)]
     return torch.stack([F.linear(x[:, columns], wide[:, columns]) for columns in parts])
 
@@ -141,10 +142,10 @@ def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool,
     """
     candidates = [splits for splits in (1, 2, 4, 8) if splits == 1 or num_inputs // BLOCK >= splits * MIN_BLOCKS]
     if num_rows > ROWS:
-        num_units = -(-num_rows // MANY_ROWS) * -(-num_outputs // MANY_COLUMNS)
-        return min(candidates, key=lambda splits: -(-num_units * splits // multiprocessors) / splits)
+        num_units = ceil_div(num_rows, MANY_ROWS) * ceil_div(num_outputs, MANY_COLUMNS)
+        return min(candidates, key=lambda splits: ceil_div(num_units * splits, multiprocessors) / splits)
     most = (SMALL_PROGRAMS if num_rows <= 64 and is_split else LARGE_PROGRAMS) * multiprocessors
-    num_programs = -(-num_outputs // COLUMNS)
+    num_programs = ceil_div(num_outputs, COLUMNS)
     return max(splits for splits in candidates if splits == 1 or num_programs * splits <= most)
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.math import SMALLEST_SCALE
 from nanoinfer.ops.common.programmatic_launch import overlap_options
@@ -243,7 +244,7 @@ def norm_rope_store(qkv, norm_weights, eps, positions, cos_sin_cache, cache, slo
         return q, k, v
     padded_half_dim = next_power_of_2(head_dim // 2)
     heads_per_program = max(1, TILE // padded_half_dim)
-    num_groups = -(-num_all_heads // heads_per_program)
+    num_groups = ceil_div(num_all_heads, heads_per_program)
     _norm_rope_store_kernel[(num_tokens * num_groups,)](
         qkv,
         q_weight,
@@ -284,7 +285,7 @@ def store_keys_values(k, v, cache, slot_mapping):
         return
     padded_dim = next_power_of_2(head_dim)
     heads_per_program = min(next_power_of_2(num_kv_heads), max(1, STORED_TILE // padded_dim))
-    _store_kernel[(len(k), -(-num_kv_heads // heads_per_program))](
+    _store_kernel[(len(k), ceil_div(num_kv_heads, heads_per_program))](
         k,
         v,
         cache.k,

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.math import INF, soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 
@@ -72,7 +73,7 @@ def forbid_tokens(logits, rows, bits, first_id=0):
     num_masks, num_ids = len(rows), logits.shape[1]
     if num_masks == 0:
         return
-    grid = (num_masks, -(-num_ids // (TILE_GROUPS * GROUP_SIZE.value)))
+    grid = (num_masks, ceil_div(num_ids, TILE_GROUPS * GROUP_SIZE.value))
     _forbid_tokens_kernel[grid](
         logits,
         rows,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.routing import spec
@@ -263,7 +264,7 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
     num_slots = max_tiles(num_pairs, num_experts, tile_size)
     pairs, tile_experts, num_tiles = (expert_ids.new_empty(size) for size in (num_slots * tile_size, num_slots, 1))
     plan = TilePlan(pairs, tile_experts, num_tiles, tile_size)
-    num_segments = -(-num_pairs // SEGMENT)
+    num_segments = ceil_div(num_pairs, SEGMENT)
     bins = max(MIN_BINS, next_power_of_2(num_experts))
     counts = expert_ids.new_empty(num_segments, bins) if num_segments > 1 else None
     common: dict[str, Any] = {

@@ -22,8 +22,8 @@ from nanoinfer.checkpoint.quantization_config import (
     QuantizationConfig,
     checked_names,
     module_names,
-    only,
     refuse_the_rest,
+    require,
     unsupported,
 )
 from nanoinfer.errors import ModelError
@@ -94,15 +94,15 @@ class Int4Config(QuantizationConfig):
 def read_awq(fields: Fields) -> Int4Config:
     """Read the quantization_config of AutoAWQ and GPTQModel."""
     _check_common(fields, "awq")
-    only(fields, _spelt(fields, "bits", "w_bit"), (4,))
-    group_size = only(fields, _spelt(fields, "group_size", "q_group_size"), GROUP_SIZES)
+    require(fields, _spelt(fields, "bits", "w_bit"), (4,))
+    group_size = require(fields, _spelt(fields, "group_size", "q_group_size"), GROUP_SIZES)
     if (version := str(fields.get("version", "gemm")).lower()) != "gemm":
         raise unsupported("version", version, ("gemm",))
     if fields.values.get("backend") == "llm-awq":  # which packs otherwise
         raise unsupported("backend", "llm-awq", ("autoawq",))
-    has_zeros = only(fields, "zero_point", (True, False), True)
+    has_zeros = require(fields, "zero_point", (True, False), True)
     for name in ("checkpoint_format", "format"):  # which GPTQModel writes, too
-        only(fields, name, (None, "gemm"))
+        require(fields, name, (None, "gemm"))
     ignored = module_names(fields, "modules_to_not_convert")
     # transformers writes its default of sym, whatever the tensors are.
     refuse_the_rest(fields, {"sym", *WITHOUT_EFFECT})
@@ -112,13 +112,13 @@ def read_awq(fields: Fields) -> Int4Config:
 def read_gptq(fields: Fields) -> Int4Config:
     """Read the quantization_config of AutoGPTQ and GPTQModel."""
     _check_common(fields, "gptq")
-    only(fields, "bits", (4,))
-    group_size = only(fields, "group_size", (*GROUP_SIZES, -1), 128)
+    require(fields, "bits", (4,))
+    group_size = require(fields, "group_size", (*GROUP_SIZES, -1), 128)
     version: Any = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise unsupported("checkpoint_format", version, ("gptq", "gptq_v2"))
-    only(fields, "format", (None, version))  # GPTQModel writes it twice
-    desc_act, sym = only(fields, "desc_act", (True, False), False), only(fields, "sym", (True, False), True)
+    require(fields, "format", (None, version))  # GPTQModel writes it twice
+    desc_act, sym = require(fields, "desc_act", (True, False), False), require(fields, "sym", (True, False), True)
     of_all = {"bits": 4, "group_size": group_size, "desc_act": desc_act, "sym": sym}
     ignored = module_names(fields, "modules_to_not_convert")
     ignored += checked_names("dynamic", [*_dynamic(fields, of_all)])
@@ -140,7 +140,7 @@ def read_auto_round(fields: Fields) -> Int4Config:
     """Read the quantization_config of AutoRound, whose tensors are those of AWQ or GPTQ."""
     packing = fields.get(_spelt(fields, "packing_format", "backend")) or "auto_round"  # backend is the older name
     kernels = set(str(packing).split(":"))
-    sym = only(fields, "sym", (True, False), True)
+    sym = require(fields, "sym", (True, False), True)
     of_all = {"sym": sym, **{name: fields.get(name) for name in ("bits", "group_size", "data_type")}}
     ignored = module_names(fields, "modules_to_not_convert")
     for name, scheme in _rules(fields, "extra_config"):
@@ -160,27 +160,27 @@ def read_auto_round(fields: Fields) -> Int4Config:
 
 def read_pack_quantized(weights: Fields) -> Int4Config:
     """Read the weights of a scheme of llm-compressor with packed integers."""
-    only(weights, "num_bits", (4,))
-    only(weights, "type", ("int",))
-    only(weights, "dynamic", (False,), False)
-    is_grouped = only(weights, "strategy", ("group", "channel")) == "group"
+    require(weights, "num_bits", (4,))
+    require(weights, "type", ("int",))
+    require(weights, "dynamic", (False,), False)
+    is_grouped = require(weights, "strategy", ("group", "channel")) == "group"
     # "static" and "weight" are two names of one order, which leaves the groups alone; so are "dynamic" and "group".
-    order = only(weights, "actorder", (None, False, "group", "weight", "static", "dynamic"))
+    order = require(weights, "actorder", (None, False, "group", "weight", "static", "dynamic"))
     return Int4Config(
         checkpoint_format="compressed-tensors",
-        group_size=only(weights, "group_size", GROUP_SIZES) if is_grouped else None,
-        has_zeros=not only(weights, "symmetric", (True, False), True),
+        group_size=require(weights, "group_size", GROUP_SIZES) if is_grouped else None,
+        has_zeros=not require(weights, "symmetric", (True, False), True),
         orders_inputs=is_grouped and order in ("group", "dynamic"),
     )
 
 
 def _check_common(fields: Fields, method: str) -> None:
     """Refuse values that would change answers, in fields that AWQ and GPTQ share."""
-    only(fields, "method", (None, method))  # GPTQModel's own name for quant_method
-    only(fields, "pack_dtype", (None, "int32"))
-    only(fields, "lm_head", (False,), False)
-    only(fields, "data_type", (None, "int"))
-    only(fields, "act_bits", (None, 16, 32))
+    require(fields, "method", (None, method))  # GPTQModel's own name for quant_method
+    require(fields, "pack_dtype", (None, "int32"))
+    require(fields, "lm_head", (False,), False)
+    require(fields, "data_type", (None, "int"))
+    require(fields, "act_bits", (None, 16, 32))
 
 
 def _spelt(fields: Fields, name: str, other: str) -> str:

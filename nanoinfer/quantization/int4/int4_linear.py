@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
 from nanoinfer.errors import ModelError
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.experts.spec import ExpertWeights
@@ -150,7 +151,7 @@ class Int4LinearMethod(LinearMethod):
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         if param is layer.weight and self.config.checkpoint_format is not None:
             words = self.block // PACKED
-            return check_shape(full, (*shape[:-1], -(-shape[-1] // words) * words))
+            return check_shape(full, (*shape[:-1], ceil_div(shape[-1], words) * words))
         if param is not layer.weight:
             return check_shape(full, shape)
         if not full.is_floating_point():

@@ -10,6 +10,7 @@ from torch import Tensor
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.quantization_config import QuantizationConfig, refuse_the_rest
 from nanoinfer.errors import ModelError
+from nanoinfer.integers import ceil_div
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pack
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
@@ -59,7 +60,7 @@ class Mxfp4Method(LinearMethod):
             raise ModelError(
                 f"a weight of {self.num_inputs} inputs cannot be in MXFP4, whose groups have {MXFP4_GROUP}"
             )
-        num_blocks = -(-self.num_inputs // BLOCK)
+        num_blocks = ceil_div(self.num_inputs, BLOCK)
         words = torch.zeros(*experts, num_outputs, num_blocks * BLOCK // PACKED, dtype=torch.int32, device=self.device)
         layer.weight = stored(words, ParamSpec(0, 1))
         scales = words.new_zeros((*experts, num_outputs, num_blocks * BLOCK // MXFP4_GROUP), dtype=torch.uint8)
