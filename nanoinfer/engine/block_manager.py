@@ -206,7 +206,7 @@ class BlockManager:
             if end > seq.num_slots or self._windows:
                 for group in self.attention:
                     group.extend(batch, seq, end)
-                seq.num_slots = max(seq.num_slots, self.pool.num_blocks_for(end) * self.block_size)
+                seq.num_slots = max(seq.num_slots, -(-end // self.block_size) * self.block_size)
 
     def num_growing_tables(self, seq: Sequence) -> int:
         """Return how many blocks a sequence takes for a block of tokens."""

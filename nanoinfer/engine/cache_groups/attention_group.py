@@ -102,7 +102,8 @@ class AttentionGroup(CacheGroup):
 
     def _take(self, held: HeldPages, end: int) -> list[int]:
         """Take the pages that the tokens before `end` lack, and return them."""
-        num_missing = (self._pool.num_blocks_for(end) - held.first) * self.num_tables - len(held.pages)
+        # Without a call: in some steps each row comes here.
+        num_missing = (-(-end // self._pool.block_size) - held.first) * self.num_tables - len(held.pages)
         pages = self._pool.take(num_missing) if num_missing > 0 else []
         held.pages += pages
         return pages
