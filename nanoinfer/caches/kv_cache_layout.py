@@ -105,7 +105,8 @@ class KVCacheLayout(NamedTuple):
 
     def num_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return how many pages a sequence of so many tokens takes at most, if its chunks have no more than that."""
-        return sum(spec.max_pages(num_tokens, block_size, max_chunk_tokens) for spec in self.cache_specs)
+        with_pages = (spec for spec in self.cache_specs if not isinstance(spec, RecurrentStateSpec))
+        return sum(spec.max_pages(num_tokens, block_size, max_chunk_tokens) for spec in with_pages)
 
     def max_tokens(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return the longest sequence that a pool of so many pages holds, a multiple of the block size."""
