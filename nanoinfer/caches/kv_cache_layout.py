@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nanoinfer.caches.block_layout import BlockLayout
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
+from nanoinfer.engine.cache_groups.specs import FullAttentionSpec, SlidingWindowSpec
 from nanoinfer.integers import ceil_div
 
 MAX_TABLES = 9  # more take each step too long
@@ -91,7 +91,7 @@ class KVCacheLayout(NamedTuple):
         return cls(tuple(tables), tuple(places[kind].pop(0) for kind in layers))
 
     @property
-    def cache_specs(self) -> tuple[CacheGroupSpec, ...]:
+    def cache_specs(self) -> tuple[FullAttentionSpec | SlidingWindowSpec, ...]:
         """The cache groups with tables as the block manager sees them: by windows and numbers of tables alone."""
         counted = ((window, len(list(tables))) for window, tables in groupby(table.window for table in self.tables))
         return tuple(
@@ -105,8 +105,7 @@ class KVCacheLayout(NamedTuple):
 
     def num_pages(self, num_tokens: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return how many pages a sequence of so many tokens takes at most, if its chunks have no more than that."""
-        with_pages = (spec for spec in self.cache_specs if not isinstance(spec, RecurrentStateSpec))
-        return sum(spec.max_pages(num_tokens, block_size, max_chunk_tokens) for spec in with_pages)
+        return sum(spec.max_pages(num_tokens, block_size, max_chunk_tokens) for spec in self.cache_specs)
 
     def max_tokens(self, num_pages: int, block_size: int, max_chunk_tokens: int) -> int:
         """Return the longest sequence that a pool of so many pages holds, a multiple of the block size."""
