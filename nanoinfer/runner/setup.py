@@ -16,7 +16,7 @@ from nanoinfer.checkpoint.pooling_config import PoolingConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.cache_groups.specs import RecurrentStateSpec, num_snapshots
+from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, RecurrentStateSpec, num_snapshots
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.errors import ConfigError
 from nanoinfer.integers import ceil_div
