@@ -120,7 +120,8 @@ class Setup:
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
         """
-        max_num_seqs, cache_specs = self.config.max_num_seqs, self.kv_cache_layout.cache_specs
+        max_num_seqs = self.config.max_num_seqs
+        cache_specs: tuple[CacheGroupSpec, ...] = self.kv_cache_layout.cache_specs
         # As many as are asked for, and the layers of the loaded model take.
         max_row_tokens = min(self.config.max_row_tokens, self.backends.max_row_tokens or self.config.max_row_tokens)
         state_layout = self.state_layout(max_row_tokens)
