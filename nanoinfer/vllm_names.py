@@ -138,8 +138,7 @@ LINE_NAMES: Foreigners = {
     "suffix": only(why="write the model's own tokens for a gap into the prompt"),
     "tool_choice": only(
         "auto",
-        why="the model decides what it calls; leave tools out to have none called, and give tools to have one of them "
-        "called",
+        why="the model decides what it calls; give tools to have one of them called",
     ),
     "truncate_prompt_tokens": only(why="no prompt is cut; shorten it"),
     "verbosity": only("medium", why="ask for it in a message"),

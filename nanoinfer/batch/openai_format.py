@@ -88,7 +88,9 @@ def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     if body.get("best_of", ...) == body.get("n", 1):
         del body["best_of"]
     others = ["prompt", "echo"] if "prompt" in body else ["messages", *CHAT_OPTIONS]
-    if body.get("tools") and body.get(TOOL_CHOICE) not in (None, "auto", "none"):
+    if body.get(TOOL_CHOICE) == "none":  # as in vLLM, the prompt has the tools all the same
+        del body[TOOL_CHOICE]
+    elif body.get("tools") and body.get(TOOL_CHOICE) not in (None, "auto"):
         others.append(TOOL_CHOICE)
     return parse_sampling(body, others)
 
@@ -113,7 +115,7 @@ def parse_sampling(body: dict[str, Any], others: Collection[str] = ()) -> dict[s
 
 def _served(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the fields that are known, if all others say what is so anyway. Raises RequestError if one does not."""
-    unknown, reasons = [], []
+    unknown, reasons, has_hints = [], [], True
     for name in sorted({*body}.difference(known), key=str):
         its = FOREIGN_FIELDS.get(name, "")
         if name in FOREIGN_FIELDS and says_what_is_so(its, body[name]):
@@ -121,12 +123,15 @@ def _served(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
         if isinstance(its, str):
             meant = its if its in known or " " in its else find_similar(str(name), known)
             unknown.append(f"{name} (did you mean {meant!r}?)" if meant else str(name))
+            has_hints &= bool(meant)
             continue
         accepted, why = its or ((), NOT_SUPPORTED)
         use = "".join(f"use {json.dumps(value)}, or " for value in accepted[:1])
         reasons.append(f"{name}={json.dumps(body[name], default=repr):.100} is not served: {why}; {use}leave it out")
     if unknown:
-        reasons.append(f"unknown fields: {', '.join(unknown)}; known are {', '.join(known)}")
+        listed = sorted({*known, TOOL_CHOICE}) if "tools" in known else known
+        rest = "" if has_hints else f"; known are {', '.join(listed)}"
+        reasons.append(f"unknown fields: {', '.join(unknown)}{rest}")
     if reasons:
         raise RequestError(". ".join(reasons))
     return {name: value for name, value in body.items() if name in known}

@@ -74,11 +74,12 @@ def resolve_model_folder(
         return Path(snapshot_download(model, **options, ignore_patterns=SECOND_COPIES))
     except (HfHubHTTPError, ValueError, OSError) as error:  # the last two also for what is not in the cache
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        no_hub = ", or 'tiny', which comes with the package" if option == "model" else ""
         at = "" if revision is None else f" at revision={revision!r}"
         raise ModelError(
             f"{named} is no folder here, and could not be fetched from the hub{at} ({reason}); check the spelling and "
-            "the connection, or give a local folder"
-        ) from error
+            f"the connection, or give a local folder{no_hub}"
+        ) from None  # a chain of a hundred lines would hide the reason, which is in the message
 
 
 def is_lfs_pointer(path: Path) -> bool:

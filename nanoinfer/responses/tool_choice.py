@@ -19,10 +19,8 @@ def chosen(tool_choice: Any, tools: Sequence[Any] | None) -> dict[str, Mapping[s
 
     Raises RequestError for what is no choice, and for a tool that is not there.
     """
-    if tool_choice in (None, "auto"):
+    if tool_choice in (None, "auto", "none"):  # the last is a wish: as in vLLM, the prompt has the tools all the same
         return None
-    if tool_choice == "none":
-        raise RequestError("tool_choice='none' is not served; leave tools out to have none called")
     schemas = schemas_of(tools)
     if tool_choice == "required":
         if not schemas:
@@ -34,7 +32,7 @@ def chosen(tool_choice: Any, tools: Sequence[Any] | None) -> dict[str, Mapping[s
                 known = ", ".join(schemas) or "none"
                 raise RequestError(f"tool_choice names the tool {name!r}, which is not among tools; there are {known}")
             return {name: schemas[name]}
-    raise RequestError(f"tool_choice={tool_choice!r:.200} is not known; use 'auto', 'required' or {EXAMPLE}")
+    raise RequestError(f"tool_choice={tool_choice!r:.200} is not known; use 'auto', 'none', 'required' or {EXAMPLE}")
 
 
 def constrain(
@@ -47,7 +45,7 @@ def constrain(
     if not isinstance(template, Family):
         raise RequestError(
             "tool_choice needs to know how this model writes tool calls, and its chat template does not tell; name its "
-            "family as LLM(response_template=...)"
+            "family, such as 'qwen3', as LLM(response_template=...), or as --response-template of run-batch"
         )
     if params.structured_outputs is not None:
         raise RequestError("there are tool_choice and structured_outputs; give one of them")

@@ -146,7 +146,7 @@ class DeviceRunner:
         sized = time.perf_counter()
         self._capture_graphs()
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": time.perf_counter() - sized}
-        description = setup.describe(self.model_runner.state.kv_cache)
+        description = setup.describe(self.model_runner.state.kv_cache, self._num_threads)
         self.info = RunnerInfo(self.device, setup.dtype, description, seconds)
 
     def _allocate(self, buffers: StepBuffers) -> None:

@@ -273,13 +273,17 @@ class Setup:
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_threads)
 
-    def describe(self, kv_cache: KVCache) -> str:
-        """Say what was loaded, for the log."""
+    def describe(self, kv_cache: KVCache, num_threads: int | None) -> str:
+        """Say what was loaded, for the log. num_threads: of a CPU's steps; None for PyTorch's own number."""
         num_blocks, block_size, chunk = kv_cache.num_blocks, kv_cache.block_size, self.config.max_num_batched_tokens
+        on_cpu = self.device.type == "cpu"  # which gives the cache memory as it is first written
+        up_to = "up to " if on_cpu else ""
+        threads = f", CPU threads: {num_threads or torch.get_num_threads()}" if on_cpu else ""
         return (
             f"{self.model_config.architecture} with attention by {self.backends.name}, KV cache of {num_blocks} blocks "
             f"of {block_size} tokens {self.kv_cache_layout.describe(num_blocks, block_size, chunk)}in "
-            f"{str(self.kv_cache_dtype).removeprefix('torch.')}, {kv_cache.num_bytes / memory.GIB:.2f} GiB"
+            f"{str(self.kv_cache_dtype).removeprefix('torch.')}, {up_to}{kv_cache.num_bytes / memory.GIB:.2f} GiB"
+            f"{threads}"
         )
 
 

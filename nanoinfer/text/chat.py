@@ -6,6 +6,7 @@ leave them out, or write them as Python does. What one reads is found by renderi
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product, takewhile
 from typing import Any, NamedTuple
 
@@ -44,8 +45,9 @@ def render_chats(
 
     tools: functions, or their JSON schemas, that the template describes to the model. continue_final_message: end
     within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
-    chat_template_kwargs: what else the template understands. Wrong are messages without role or content, and what the
-    template refuses. Raises RequestError where there is no template, and for contradicting options.
+    chat_template_kwargs: what else the template understands. Wrong are messages without role or content, what the
+    template refuses, and tools and calls that it leaves out. Raises RequestError where there is no template, and for
+    contradicting options.
     """
     if continue_final_message and add_generation_prompt:
         raise RequestError(
@@ -58,10 +60,10 @@ def render_chats(
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
 
-    def render(messages: Sequence[Message]) -> str:
+    def render(messages: Sequence[Message], has_tools: bool = True) -> str:
         text: str = tokenizer.hf.apply_chat_template(
             messages,
-            tools=None if tools is None else list(tools),
+            tools=None if tools is None or not has_tools else list(tools),
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
@@ -71,10 +73,17 @@ def render_chats(
         return text
 
     template = Template(render, any_role=chat_template is not None)
+    options = str(chat_template or tokenizer.hf.chat_template), repr(chat_template_kwargs)
     texts = dict.fromkeys(conversations, "")
     for index, conversation in conversations.items():
         try:
-            texts[index] = template.render(conversation, index)
+            text = template.render(conversation, index)
+            kind = *options, *sorted({message["role"] for message in conversation})
+            if tools and kind not in tokenizer.writes_tools:
+                bare = Template(partial(render, has_tools=False), any_role=True)
+                _check_tools(text, bare, conversation, index, getattr(tokenizer.hf, "name_or_path", ""))
+                tokenizer.writes_tools.add(kind)
+            texts[index] = text
         except RequestError as error:
             error.kind = "invalid_messages"
             errors[index] = error
@@ -184,11 +193,13 @@ class Template:
         """Return the form in which the template writes all calls.
 
         Most templates want "" and a dict, as vLLM gives them. Some write calls only beside a null content, some join
-        the arguments to other texts, and some write the first call of a message alone.
+        the arguments to other texts, and some write the first call of a message alone. Raises RequestError for one that
+        writes neither their names nor their arguments.
         """
         has_null = any(message.get("content") is None for message in messages)
         key = has_null, any(len(message.get("tool_calls") or ()) > 1 for message in messages)
         if key not in self._call_forms:
+            texts = []
             for is_single, as_text, null in product(
                 (False, True)[: 1 + key[1]], (False, True), ("", None)[: 1 + has_null]
             ):
@@ -200,6 +211,12 @@ class Template:
                 if text is not None and all(name in text for name in names) and f"'{MARK}Key'" not in text:
                     self._call_forms[key] = CallForm(null, as_text, is_single)
                     break
+                texts += [] if text is None else [text]
+            if key not in self._call_forms and texts and not any(MARK in text for text in texts):
+                raise RequestError(
+                    f"conversation {index} has tool_calls, which the chat template leaves out; use a model whose "
+                    "template writes them, give a chat_template that does, or write the calls into the content"
+                )
         return self._call_forms.get(key, CallForm())
 
     def _try(self, messages: Conversation) -> str | None:
@@ -208,6 +225,20 @@ class Template:
             return self._write(messages)
         except Exception:
             return None
+
+
+def _check_tools(text: str, bare: Template, conversation: Conversation, index: int, model: str) -> None:
+    """Raise RequestError for tools that are not in a conversation's text. bare: writes it without them."""
+    try:
+        is_lost = bare.render(conversation, index) == text
+    except Exception:  # it cannot do without them
+        return
+    if is_lost:
+        raise RequestError(
+            f"the chat template of {model or 'this model'} does not write tools, so the model would not see them; use "
+            "a model whose template does, give a chat_template that does, or describe the tools in a system message, "
+            "without tools, and read the answers by parse_response"
+        )
 
 
 def _check(conversation: Any, index: int) -> None:

@@ -1,5 +1,6 @@
 """Messages and parts of what one LLM answers, made when they are asked for, so that other jobs lose nothing."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import OnFinish, Params, as_list
 from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 AnyParams = TypeVar("AnyParams", bound=Params)
 Schemas = Callable[[], Mapping[str, Mapping[str, Any]]]  # of the tools of a chat, made when they are needed
@@ -32,7 +35,13 @@ class ResponseReader:
     def template(self) -> Template | None:
         """Return how answers are read; None where nothing says it."""
         tokenizer = self._processor.tokenizer
-        return find_template(self._given, tokenizer.hf if tokenizer else None)
+        template = find_template(self._given, tokenizer.hf if tokenizer else None)
+        if template is None and self._given == "auto":
+            logger.warning(
+                "The chat template does not tell how this model writes thoughts and tool calls, so the content of an "
+                "answer is its whole text; name a family, such as qwen3, as response_template"
+            )
+        return template
 
     def with_tool_choice(self, params: AnyParams, tools: Sequence[Any] | None, tool_choice: Any) -> AnyParams:
         """Return the sampling parameters of a chat whose answers call tools as `tool_choice` says, or as they are.

@@ -56,6 +56,7 @@ class Tokenizer:
             raise ModelError(f"the tokenizer in {folder} cannot be loaded ({error}); check its files") from error
         if getattr(self.hf, "chat_template", None) is None:  # multimodal checkpoints have had it in a file of its own
             self.hf.chat_template = read_json(folder / "chat_template.json").get("chat_template")
+        self.writes_tools: set[Any] = set()  # kinds of chats into which the chat template was seen to write tools
         self._texts: dict[int, str] = {}  # of single tokens
         self._agrees: dict[bool, bool] = {}  # whether the backend says what `hf` says, by add_special_tokens
         backend: Any = getattr(self.hf, "backend_tokenizer", None)  # None for tokenizers written in Python

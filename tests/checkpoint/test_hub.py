@@ -153,7 +153,21 @@ def test_a_hub_id_that_is_neither_cached_nor_reachable_is_an_error_with_the_reme
 ) -> None:
     said = resolve_elsewhere("org/name", tmp_path, HF_HUB_CACHE=str(tmp_path), **settings)
     assert "ModelError: model='org/name' is no folder here, and could not be fetched from the hub (" in said
-    assert said.endswith("check the spelling and the connection, or give a local folder")
+    remedy = "check the spelling and the connection, or give a local folder, or 'tiny', which comes with the package"
+    assert said.endswith(remedy)
+
+
+def test_an_unreachable_hub_is_said_without_the_tracebacks_of_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelError, match=r"\(no network\)") as error:
+        resolve_model_folder("org/name", download_dir=str(tmp_path))
+    assert error.value.__suppress_context__
+    assert error.value.__cause__ is None
 
 
 def test_a_branch_or_commit_and_the_folder_of_downloads_are_those_asked_for(tmp_path: Path) -> None:

@@ -143,8 +143,11 @@ def test_memory_and_the_log_line_count_bytes_and_scales(
             assert cache.num_bytes <= 2**29 < cache.num_bytes * (1 + 1 / cache.num_blocks)
     assert blocks[kv_cache_dtype] == pytest.approx(blocks["auto"] * 256 / 68, rel=1e-3)
     name = {"int8": "int8", "fp8": "float8_e4m3fn"}[kv_cache_dtype]
-    assert f"KV cache of {blocks[kv_cache_dtype]} blocks of 256 tokens in {name}, 0.50 GiB" in caplog.text
-    assert f"KV cache of {blocks['auto']} blocks of 256 tokens in float32, 0.50 GiB" in caplog.text
+    assert (
+        f"KV cache of {blocks[kv_cache_dtype]} blocks of 256 tokens in {name}, up to 0.50 GiB, CPU threads: "
+        in caplog.text
+    )
+    assert f"KV cache of {blocks['auto']} blocks of 256 tokens in float32, up to 0.50 GiB, CPU threads: " in caplog.text
 
 
 def test_a_number_of_blocks_beyond_memory_is_refused_with_the_bytes_of_8_bits(random_checkpoint: Checkpoint) -> None:

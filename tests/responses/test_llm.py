@@ -8,12 +8,14 @@ import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nanoinfer import LLM, CompletionOutput, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.batch.batch_job import run_batch
+from nanoinfer.text.response_reader import ResponseReader
 
 QUESTION = [{"role": "user", "content": "What is 312 + 48?"}]
 PLAIN = {"role": "assistant", "content": "312 + 48 = 360", "reasoning": None, "tool_calls": None}
@@ -211,6 +213,13 @@ def test_a_template_that_the_llm_is_given_counts() -> None:
         text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
         message = ask(llm, writing(text)).message
         assert (message["content"], message["reasoning"]) == ("Yes.", "Hm.")
+
+
+def test_that_auto_finds_no_family_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reader = ResponseReader("auto", SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+    with caplog.at_level("WARNING", logger="nanoinfer"):
+        assert reader.template is reader.template is None
+    assert [record.message.count("name a family, such as qwen3") for record in caplog.records] == [1]
 
 
 def test_the_page_about_answers_prints_what_it_shows() -> None:

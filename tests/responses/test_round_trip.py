@@ -218,8 +218,8 @@ def answer(content: str | None, reasoning: str | None, *made: tuple[dict, dict])
 
 def read_back(tokenizer: Tokenizer, chat: str, message: dict, tools: list[dict], family: str = "auto") -> dict:
     """Return a message that a chat template has written after a question, as it is parsed."""
-    prompt = render_chat(tokenizer, [QUESTION], chat_template=chat, tools=tools)
-    whole = render_chat(tokenizer, [QUESTION, message], chat_template=chat, tools=tools, add_generation_prompt=False)
+    prompt = render_chat(tokenizer, [QUESTION], chat_template=chat)
+    whole = render_chat(tokenizer, [QUESTION, message], chat_template=chat, add_generation_prompt=False)
     start = next((at for at, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
     assert len(prompt) - start < 12, "the prompt may have begun a thought"
     return parse_response(
@@ -357,18 +357,17 @@ def test_a_choice_of_a_tool_is_checked() -> None:
     tool, _ = random_tool(random.Random(1))
     name = tool["function"]["name"]
     one = {"type": "function", "function": {"name": name}}
-    assert chosen(None, [tool]) is chosen("auto", [tool]) is None
+    assert chosen(None, [tool]) is chosen("auto", [tool]) is chosen("none", [tool]) is None
     assert chosen("required", [tool]) == chosen(one, [tool]) == {name: tool["function"]["parameters"]}
     for choice, tools, said_of_it in [
         ("required", None, "'required' needs tools"),
-        ("none", [tool], "leave tools out to have none called"),
         ({"type": "function", "function": {"name": "f"}}, [tool], f"the tool 'f', which is not .* there are {name}"),
-        ("always", [tool], "'always' is not known; use 'auto', 'required' or"),
+        ("always", [tool], "'always' is not known; use 'auto', 'none', 'required' or"),
     ]:
         with pytest.raises(RequestError, match=said_of_it):
             chosen(choice, tools)
     schemas, formed = schemas_of([tool]), SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    with pytest.raises(RequestError, match="name its family as LLM"):
+    with pytest.raises(RequestError, match=r"name its family, such as 'qwen3', as LLM.* or as --response-template"):
         constrain(SamplingParams(), schemas, True, None, None)
     with pytest.raises(RequestError, match="give one of them"):
         constrain(formed, schemas, True, family_named("qwen3"), None)

@@ -299,3 +299,43 @@ def test_without_a_template_chat_says_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="no chat template; give one as chat_template, or use generate"):
             chat(llm, SUM)
         assert chat(llm, SUM, chat_template="{{ messages[0].content }}")[0].prompt == "What is 312 + 48?"
+
+
+CHATML = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+ADD = {"type": "function", "function": {"name": "sum", "description": "Adds.", "parameters": {}}}
+
+
+def test_tools_that_the_template_does_not_write_are_an_error(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the sum?"}]  # the name in a message is not the tool
+    with pytest.raises(RequestError, match=r"does not write tools, .*chat_template that does.* by parse_response"):
+        chat(llm, question, tools=[ADD], chat_template=CHATML)
+    [output] = chat(llm, question, tools=[], chat_template=CHATML)
+    assert output.prompt == "<user>What is the sum?"
+    with_system = "{% if tools and messages[0].role == 'system' %}{{ tools }}{% endif %}" + CHATML
+    system = [{"role": "system", "content": "Add."}, *question]
+    assert "Adds." in str(chat(llm, system, tools=[ADD], chat_template=with_system)[0].prompt)
+    with pytest.raises(RequestError, match="does not write tools"):  # seen in another kind of chat alone
+        chat(llm, question, tools=[ADD], chat_template=with_system)
+
+
+def test_whether_a_template_writes_tools_is_looked_up_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[Any] = []
+    render = llm.tokenizer.apply_chat_template
+
+    def noted(*args: Any, **options: Any) -> Any:
+        rendered.append(options["tools"])
+        return render(*args, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", noted)
+    for _ in range(3):
+        chat(llm, [SUM] * 2, tools=[ADD], chat_template="{{ tools }}" + CHATML)
+    assert rendered.count(None) == 1
+    assert len(rendered) == 7
+
+
+def test_earlier_calls_that_the_template_leaves_out_are_an_error(llm: LLM) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [*SUM, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "360"}]
+    with pytest.raises(RequestError, match="conversation 0 has tool_calls, which the chat template leaves out; use a"):
+        chat(llm, messages, chat_template=CHATML)
+    assert '"add"' in str(chat(llm, messages)[0].prompt)
