@@ -163,12 +163,14 @@ class StrictJob(Job):
 
 def almost_right(body: Any, options: dict[str, Any]) -> Any:
     """A body with some of these options; one at most is of any kind."""
-    wrong = st.just({}) | st.dictionaries(st.sampled_from(list(options)), values, max_size=1)
+    wrong = (
+        st.just({}) | st.just({}) | st.just({}) | st.dictionaries(st.sampled_from(list(options)), values, max_size=1)
+    )
     return st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, body, some_of(options), wrong)
 
 
 def some_of(options: dict[str, Any]) -> Any:
-    names = st.lists(st.sampled_from(list(options)), max_size=4, unique=True)
+    names = st.lists(st.sampled_from(list(options)), max_size=3, unique=True)
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: options[name] for name in chosen}))
 
 
@@ -189,14 +191,16 @@ COMMON_OPTIONS = {
     "response_format": st.sampled_from(FORMS),
     "detokenize": st.booleans(),
 }
-COMPLETION = st.fixed_dictionaries({"prompt": st.sampled_from(["2 + 3", [5, 6], ["a", [7]]])})
-COMPLETION_OPTIONS = {"echo": st.just(True), "logprobs": SMALL, **COMMON_OPTIONS}
+COMPLETION = st.fixed_dictionaries(
+    {"prompt": st.sampled_from(["2 + 3", [5, 6], ["a", [7]]])}, optional={"echo": st.just(True)}
+)
+COMPLETION_OPTIONS = {"logprobs": SMALL, **COMMON_OPTIONS}
 CHAT = st.fixed_dictionaries(
     {"messages": st.just([{"role": "user", "content": "2 + 3"}])},
     optional={
-        "tools": TOOLS | values,
+        "tools": TOOLS | leaves | values,
         "tool_choice": CHOICE,
-        "chat_template_kwargs": st.just({"enable_thinking": False}) | values,
+        "chat_template_kwargs": st.just({"enable_thinking": False}) | leaves | values,
     },
 )
 CHAT_OPTIONS = {"logprobs": st.booleans(), "top_logprobs": SMALL, **COMMON_OPTIONS}
