@@ -138,7 +138,8 @@ class AsyncCalls:
                     return
             for call in new:
                 self._begin(call)
-            calls += new
+            _wake(new)  # what has failed, or has nothing to compute, waits for no step
+            calls += [call for call in new if not call.is_done]
             abandoned = [call for call in calls if call.inbox.is_abandoned]
             calls = [call for call in calls if call not in abandoned]
             try:

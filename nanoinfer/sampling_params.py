@@ -231,7 +231,10 @@ class SamplingParams:
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; raise that")
+            raise RequestError(
+                f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; "
+                "lower min_tokens, or raise max_tokens"
+            )
         if self.n > 1 and self.temperature == 0:
             raise RequestError(f"n={self.n} samples at temperature=0 are all the same; use n=1, or a temperature")
         if self.stop and not self.detokenize:
@@ -289,7 +292,8 @@ def check_against_model(
             raise RequestError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens; use 20, say")
         if 0 <= max_logprobs < (vocab_size if value == -1 else value):
             raise RequestError(
-                f"{name}={value} is more than max_logprobs={max_logprobs} of this LLM; ask for fewer, or raise that"
+                f"{name}={value} is more than max_logprobs={max_logprobs} of this LLM; ask for fewer, or raise "
+                "max_logprobs of the LLM"
             )
     for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
         if outside := [token_id for token_id in getattr(params, name) or () if token_id >= vocab_size]:

@@ -159,6 +159,41 @@ def test_errors_of_a_call_are_those_of_generate_and_harm_no_other(llm: LLM) -> N
         run_all(generate(llm, [1], priorities=[1]))
 
 
+def test_a_call_that_is_refused_or_has_no_prompts_waits_for_no_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, prepare = llm.queue.step, llm.preparer.prepare
+    is_prepared, has_ended = threading.Event(), threading.Event()
+    steps_were_later = []
+
+    def slow_step() -> None:
+        if is_prepared.is_set() and not steps_were_later:
+            steps_were_later.append(has_ended.wait(2))
+        step()
+
+    def noting_prepare(prompts: Any, *given: Any, **options: Any) -> Any:
+        if prompts != [[1]]:
+            is_prepared.set()
+        return prepare(prompts, *given, **options)
+
+    monkeypatch.setattr(llm.queue, "step", slow_step)
+    monkeypatch.setattr(llm.preparer, "prepare", noting_prepare)
+
+    async def check(prompts: Any) -> None:
+        long = asyncio.create_task(generate(llm, [[1]], LONG))
+        while llm.is_finished():
+            await asyncio.sleep(0.001)
+        [result] = await asyncio.gather(generate(llm, prompts), return_exceptions=True)
+        has_ended.set()
+        await long
+        assert isinstance(result, RequestError) or result == []
+
+    for prompts in ([[]], []):
+        for each in (is_prepared, has_ended):
+            each.clear()
+        steps_were_later.clear()
+        asyncio.run(check(prompts))
+        assert steps_were_later == [True]
+
+
 def test_grammars_are_compiled_beside_the_event_loop_and_the_steps() -> None:
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))

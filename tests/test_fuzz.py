@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from nanoinfer import LLM, NanoinferError, SamplingParams, tiny_model_path
-from nanoinfer.batch.batch_job import Job
+from nanoinfer.batch.batch_job import Job, Summary
 from nanoinfer.batch.job_files import BatchOutput, Line
 from nanoinfer.checkpoint.loader import load_model
 from nanoinfer.config import EngineConfig
@@ -152,6 +152,83 @@ def test_weights(num_cases: int, tmp_path: Path) -> None:
     fuzz(num_cases, check, names, bytes_changed, cuts, st.none() | st.dictionaries(texts, values, max_size=3) | values)
 
 
+class StrictJob(Job):
+    """A job that raises the errors that are no fault of a line, which a job writes as bugs."""
+
+    def _fail(self, line: Line, custom_id: str, error: Exception) -> None:
+        if not isinstance(error, (NanoinferError, RecursionError)):
+            raise error
+        super()._fail(line, custom_id, error)
+
+
+def almost_right(body: Any, options: dict[str, Any]) -> Any:
+    """A body with some of these options; one at most is of any kind."""
+    wrong = (
+        st.just({}) | st.just({}) | st.just({}) | st.dictionaries(st.sampled_from(list(options)), values, max_size=1)
+    )
+    return st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, body, some_of(options), wrong)
+
+
+def some_of(options: dict[str, Any]) -> Any:
+    names = st.lists(st.sampled_from(list(options)), max_size=3, unique=True)
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: options[name] for name in chosen}))
+
+
+FUNCTION = st.fixed_dictionaries(
+    {"name": st.sampled_from(["add", "now"])},
+    optional={"description": leaves, "parameters": st.just({"type": "object"}) | values},
+)
+TOOLS = st.lists(FUNCTION | FUNCTION.map(lambda function: {"type": "function", "function": function}), max_size=2)
+CHOICE = st.sampled_from(["auto", "required", {"type": "function", "function": {"name": "add"}}])
+FORMS = [{"type": "json_object"}, {"type": "text"}, {"type": "json_schema", "json_schema": {"schema": {}}}]
+SMALL = st.integers(0, 3)
+COMMON_OPTIONS = {
+    "n": SMALL,
+    "prompt_logprobs": SMALL,
+    "logprob_token_ids": st.lists(st.integers(0, 99), max_size=3),
+    "stop": st.lists(texts, max_size=2),
+    "temperature": st.sampled_from([0, 1]),
+    "response_format": st.sampled_from(FORMS),
+    "detokenize": st.booleans(),
+}
+COMPLETION = st.fixed_dictionaries(
+    {"prompt": st.sampled_from(["2 + 3", [5, 6], ["a", [7]]])}, optional={"echo": st.just(True)}
+)
+COMPLETION_OPTIONS = {"logprobs": SMALL, **COMMON_OPTIONS}
+CHAT = st.fixed_dictionaries(
+    {"messages": st.just([{"role": "user", "content": "2 + 3"}])},
+    optional={
+        "tools": TOOLS | leaves | values,
+        "tool_choice": CHOICE,
+        "chat_template_kwargs": st.just({"enable_thinking": False}) | leaves | values,
+    },
+)
+CHAT_OPTIONS = {"logprobs": st.booleans(), "top_logprobs": SMALL, **COMMON_OPTIONS}
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_answers_of_a_batch(num_cases: int, tmp_path: Path) -> None:
+    """Lines that are right for the most part, as a job answers them: to their ends."""
+    summary = Summary(0, 0)
+
+    with LLM(tiny_model_path(), device="cpu", num_kvcache_blocks=64) as llm:
+        output = BatchOutput(tmp_path / "out")
+        job = StrictJob(llm, output, SamplingParams(max_tokens=2), max_errors=math.inf, system="a")
+
+        def check(body: dict[str, Any]) -> None:
+            before = output.num_records
+            if (question := job.read(Line(1, json.dumps(body).encode(), 1))) is not None:
+                job.ask(question)
+            while job.asked:
+                job.serve(summary)
+            assert output.num_records == before + 1, "answered, or an error was written"
+
+        fuzz(num_cases, check, almost_right(CHAT, CHAT_OPTIONS) | almost_right(COMPLETION, COMPLETION_OPTIONS))
+        output.close()
+    records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert len(records) // 4 < sum(record["error"] is None for record in records) < len(records)
+
+
 @pytest.mark.parametrize("num_cases", NUM_CASES)
 def test_lines_of_a_batch(num_cases: int, tmp_path: Path) -> None:
     names = [field.name for field in fields(SamplingParams)]
@@ -178,7 +255,7 @@ def test_lines_of_a_batch(num_cases: int, tmp_path: Path) -> None:
 
     with LLM(tiny_model_path(), device="cpu", num_kvcache_blocks=16) as llm:
         output = BatchOutput(tmp_path / "out")
-        job = Job(llm, output, SamplingParams(), max_errors=math.inf, system="a")
+        job = StrictJob(llm, output, SamplingParams(), max_errors=math.inf, system="a")
 
         def check(line: bytes, cut: int) -> None:
             before = output.num_records

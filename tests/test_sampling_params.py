@@ -67,7 +67,7 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
         ({"seed": -(2**63) - 1}, f"seed={-(2**63) - 1} must be at least {-(2**63)}", "use None for any"),
         ({"seed": 1.0}, "seed=1.0 is not an int", "use a whole number"),
         ({"min_tokens": -1}, "min_tokens=-1 must be at least 0", "use 0 for no such limit"),
-        ({"min_tokens": 65}, "min_tokens=65 must be at most max_tokens=64", "raise that"),
+        ({"min_tokens": 65}, "min_tokens=65 must be at most max_tokens=64", "lower min_tokens, or raise max_tokens"),
         ({"presence_penalty": 2.5}, "presence_penalty=2.5 must be between -2 and 2", "use 0 for none"),
         ({"frequency_penalty": -3}, "frequency_penalty=-3 must be between -2 and 2", "use 0 for none"),
         ({"repetition_penalty": 0}, "repetition_penalty=0 must be between 0.001 and 1000", "use 1 for none"),

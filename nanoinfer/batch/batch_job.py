@@ -5,6 +5,7 @@ step that finishes it. A few lines are read ahead, so that their grammars are co
 `job_files.py` for what a job started again knows, and `openai_format.py` for the lines.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from nanoinfer.batch.openai_format import (
 )
 from nanoinfer.engine.interrupts import Terminated, postponed_interrupt
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.errors import JobError, RequestError
+from nanoinfer.errors import JobError, NanoinferError, RequestError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_params import PoolingParams
@@ -40,6 +41,8 @@ from nanoinfer.text.response_reader import ResponseReader
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM  # which imports PyTorch; a wrong input is noticed without
+
+logger = logging.getLogger("nanoinfer")
 
 MAX_MESSAGE = 1000  # characters of an error that are written
 NUM_CHECKED = 100  # lines that are read before the model is loaded
@@ -185,6 +188,8 @@ def check_first_lines(path: Path) -> None:
             return
         except (RequestError, RecursionError) as error:  # one bad line gets an error record
             first_error = first_error or JobError(f"line {line.number} of {path}: {error}")
+        except Exception:  # a bug, which the job logs
+            return
     if first_error is not None:
         raise first_error
 
@@ -200,6 +205,7 @@ class Job:
         self._queue, self._preparer, self._inbox = llm.queue, llm.preparer, Inbox()
         self._response_reader = ResponseReader(llm.config.response_template, llm.preparer.prompt_processor)
         self.asked: dict[int, Asked] = {}  # by request id
+        self._logged = set[type[Exception]]()  # bugs whose traceback the log has
         self._window = self._queue.capacity
         self._ahead: list[Question] = []
         self._background = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-grammars")
@@ -217,10 +223,7 @@ class Job:
                 while is_left and self._output.num_errors <= self._max_errors:
                     with postponed_interrupt():  # what has finished is written first
                         is_left = self._feed(pending)
-                        if self.asked:
-                            self._queue.step()
-                        for output in self._queue.collect(self._inbox):
-                            self._answer(output, summary)
+                        self.serve(summary)
                     if not self.asked:
                         wait([question.compiling for question in self._ahead], return_when=FIRST_COMPLETED)
                     progress.show(self._output.num_records - num_others)
@@ -261,7 +264,7 @@ class Job:
             if params.structured_outputs is not None:
                 compiling = self._background.submit(self._preparer.compile_grammars, [params])
             return Question(line, custom_id, body, params, compiling)
-        except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
+        except Exception as error:
             self._fail(line, custom_id, error)
             return None
 
@@ -276,7 +279,7 @@ class Job:
         try:
             question.compiling.result()  # it is kept, so that `_prepare` finds it
             return self._prepare(question)
-        except (RequestError, RecursionError) as error:
+        except Exception as error:
             self._fail(question.line, question.custom_id, error)
             return []
 
@@ -304,6 +307,13 @@ class Job:
             params = replace(params, seed=seed)
         return params
 
+    def serve(self, summary: Summary) -> None:
+        """Run a step if lines are in the engine, and write what has finished."""
+        if self.asked:
+            self._queue.step()
+        for output in self._queue.collect(self._inbox):
+            self._answer(output, summary)
+
     def _with_system(self, messages: list[Any]) -> list[Any]:
         """Begin a chat with the job's system message, unless it has one or has no message at all."""
         has_one = any(isinstance(message, dict) and message.get("role") == "system" for message in messages)
@@ -315,34 +325,52 @@ class Job:
         asked.outputs.append(output)
         if len(asked.outputs) < asked.num_requests:
             return
-        line, custom_id, body, params, _ = asked.question
+        line, custom_id = asked.question.line, asked.question.custom_id
         outputs: list[Any] = sorted(asked.outputs, key=lambda output: output.request_id)
-        model = self._llm.config.model
-        if "input" in body:
-            if not all(math.isfinite(output.embedding.sum()) for output in outputs):
-                return self._fail(line, custom_id, RequestError("the embedding is NaN or infinite", "model_error"))
-            content = embeddings_body(outputs, body, model)
-        else:
-            if failed := [choice for output in outputs for choice in output.outputs if choice.error is not None]:
-                error = RequestError(str(failed[0].error), failed[0].error_kind or "model_error")
-                return self._fail(line, custom_id, error)
-            entries = {"id": line.id, "model": model, "created": int(time.time())}
-            echo = self._text if body.get("echo") else None
-            # Without the option, answers stay as they were before there was one.
-            is_split = "messages" in body and (self._llm.config.response_template is not None or TOOL_CHOICE in body)
-            for output in outputs if is_split else ():
-                self._response_reader.reading(body.get("tools"))(output)
-            content = response_body(outputs, params, "messages" in body, echo, is_split, **entries)
+        try:
+            content = self._response_body(asked.question, outputs)
+        except Exception as error:
+            return self._fail(line, custom_id, error)
         response = {"status_code": 200, "request_id": str(outputs[0].request_id), "body": content}
         self._output.write(line, {"custom_id": custom_id, "response": response, "error": None})
         summary.num_prompt_tokens += content["usage"]["prompt_tokens"]
         summary.num_generated_tokens += content["usage"].get("completion_tokens", 0)
+
+    def _response_body(self, question: Question, outputs: list[Any]) -> dict[str, Any]:
+        """Return the body of the answer to a line. Raises RequestError where one of its outputs has failed."""
+        body, model = question.body, self._llm.config.model
+        if "input" in body:
+            if not all(math.isfinite(output.embedding.sum()) for output in outputs):
+                raise RequestError("the embedding is NaN or infinite", "model_error")
+            return embeddings_body(outputs, body, model)
+        if failed := [choice for output in outputs for choice in output.outputs if choice.error is not None]:
+            raise RequestError(str(failed[0].error), failed[0].error_kind or "model_error")
+        entries = {"id": question.line.id, "model": model, "created": int(time.time())}
+        echo = self._text if body.get("echo") else None
+        # Without the option, answers stay as they were before there was one.
+        is_split = "messages" in body and (self._llm.config.response_template is not None or TOOL_CHOICE in body)
+        for output in outputs if is_split else ():
+            self._response_reader.reading(body.get("tools"))(output)
+        return response_body(outputs, question.params, "messages" in body, echo, is_split, **entries)
 
     def _text(self, token_ids: list[int]) -> str:
         """Return the text of a prompt that was given as token ids; "" where there is no tokenizer."""
         return "" if self._llm.tokenizer is None else self._llm.decode(token_ids, skip_special_tokens=False)
 
     def _fail(self, line: Line, custom_id: str, error: Exception) -> None:
+        """Write the error record of a line. An error that is a bug is logged too, the first of each kind.
+
+        Raises an error of the engine or of the output, which other lines would have as well.
+        """
+        # RecursionError: values that are deep in one another are shown, or compiled.
+        if not isinstance(error, RequestError | RecursionError):
+            if isinstance(error, NanoinferError):
+                raise error
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                logger.error("line %d could not be served, which is a bug", line.number, exc_info=error)
+            shown = f"{type(error).__name__}: {error}"
+            error = RequestError(f"nanoinfer has a bug that this line meets ({shown}); report it", "internal_error")
         code, message = getattr(error, "kind", "invalid_request"), str(error)[:MAX_MESSAGE]
         record = {"code": code, "message": message, "line": line.number}
         self._output.write(line, {"custom_id": custom_id, "response": None, "error": record})

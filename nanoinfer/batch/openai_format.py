@@ -186,7 +186,7 @@ def _structured_outputs(given: Any, response_format: Any) -> StructuredOutputsPa
 
 def params_to_echo(params: SamplingParams) -> SamplingParams:
     """Return the parameters for an echoed prompt: it gets log-probabilities as the completion does."""
-    return replace(params, prompt_logprobs=params.logprobs) if params.prompt_logprobs is None else params
+    return replace(params, prompt_logprobs=params.num_logprobs) if params.prompt_logprobs is None else params
 
 
 def response_body(
@@ -225,12 +225,19 @@ def response_body(
 def _with_prompt(
     output: RequestOutput, sample: CompletionOutput, decode: Callable[[list[int]], str]
 ) -> CompletionOutput:
-    """Put the prompt in front of a completion; its first token follows nothing, so its log-probability is NaN."""
+    """Put the prompt in front of a completion.
+
+    Its first token follows nothing, so its log-probability is NaN; where none are known, so are the others.
+    """
     token_ids, logprobs = output.prompt_token_ids, sample.logprobs
     text = decode(token_ids) if output.prompt is None else output.prompt
     if logprobs is not None:
-        first = {token_ids[0]: Logprob(math.nan, 0, decode(token_ids[:1]) or None)}
-        logprobs = [entry or first for entry in output.prompt_logprobs or []] + [*logprobs]
+        found = output.prompt_logprobs or [None] * len(token_ids)
+        of_prompt = [
+            entry or {token_id: Logprob(math.nan, 0, decode([token_id]) or None)}
+            for token_id, entry in zip(token_ids, found, strict=True)
+        ]
+        logprobs = [*of_prompt, *logprobs]
     return replace(sample, text=text + sample.text, token_ids=token_ids + sample.token_ids, logprobs=logprobs)
 
 

@@ -6,7 +6,7 @@ parser, which came with version 5.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nanoinfer.errors import RequestError
@@ -18,6 +18,7 @@ from nanoinfer.responses.typed_arguments import arguments_text, dump
 Message = dict[str, Any]
 Template = Family | dict[str, Any]
 ID_LENGTH = 9  # characters: Mistral's templates want just so many
+# What vLLM, most templates and that of gpt-oss call a thought.
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 
 
@@ -39,7 +40,7 @@ def parse_response(
     reasoning and tool_calls are None where there are none; content is None beside tool calls alone. tool_calls are as
     in OpenAI's answers: [{"id", "type", "function": {"name", "arguments"}}], with the arguments as JSON text and ids
     that follow from prompt and response. What cannot be parsed stays content; without a template, that is the whole
-    text. Raises RequestError for an unknown template, and for ids without a tokenizer.
+    text. Raises RequestError for an unknown template, for ids without a tokenizer, and for wrong tools.
     """
     text, before = as_text(response, tokenizer, "response"), as_text(prompt, tokenizer, "prompt")
     template = find_template(response_template, tokenizer)
@@ -64,14 +65,32 @@ def find_template(given: str | Mapping[str, Any] | None, tokenizer: Any) -> Temp
     return family_of(getattr(tokenizer, "chat_template", None))
 
 
+def as_tools(tools: Any) -> list[Any] | None:
+    """Return the tools of a chat as a list; None stays None. Raises RequestError for what is no list.
+
+    What each of them is to be, the chat template checks.
+    """
+    if tools is None:
+        return None
+    if tools and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable)):
+        raise RequestError(f"tools={tools!r:.200} is no list; give a list of functions, or of their JSON schemas")
+    return list(tools or ())
+
+
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the JSON schemas of the tools' parameters, by the tools' names."""
+    """Return the JSON schemas of the tools' parameters, by the tools' names.
+
+    Raises RequestError for what is no list, and for a function that transformers can make no schema of.
+    """
     found: dict[str, Mapping[str, Any]] = {}
-    for tool in tools or ():
+    for tool in as_tools(tools) or ():
         if callable(tool):
             from transformers.utils import get_json_schema
 
-            tool = get_json_schema(tool)
+            try:
+                tool = get_json_schema(tool)
+            except Exception as error:  # of several kinds: it has no docstring, no types, or others than JSON has
+                raise RequestError(f"the tool {tool!r} is a function without a schema ({error}); mend it") from error
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
             parameters = function.get("parameters")

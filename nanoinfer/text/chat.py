@@ -11,6 +11,7 @@ from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 from nanoinfer.errors import RequestError
+from nanoinfer.responses.parse import REASONING_FIELDS, as_tools
 from nanoinfer.text.arguments import Array, Errors, Series, as_list, report
 from nanoinfer.text.tokenizer import Tokenizer
 
@@ -19,11 +20,6 @@ Conversation = Sequence[Message]
 Conversations = Conversation | Sequence[Conversation] | Array | Series  # one, or several
 ROLES = ("system", "user", "assistant", "tool")
 MARK = "nanoinferMark"
-REASONING = (
-    "reasoning",
-    "reasoning_content",
-    "thinking",
-)  # what vLLM, most templates and that of gpt-oss call a thought
 # What `apply_chat_template` takes for itself.
 ARGUMENTS = ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
 RESERVED = {*ARGUMENTS, "conversation", "messages", "tokenize", "padding", "truncation", "max_length", "self"}
@@ -47,28 +43,26 @@ def render_chats(
     within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
     chat_template_kwargs: what else the template understands. Wrong are messages without role or content, what the
     template refuses, and tools and calls that it leaves out. Raises RequestError where there is no template, and for
-    contradicting options.
+    wrong or contradicting options.
     """
+    tools, template_kwargs = as_tools(tools), as_template_kwargs(chat_template_kwargs)
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another; "
             "use add_generation_prompt=False with it"
         )
-    if own := [name for name in chat_template_kwargs or () if name in RESERVED]:
-        remedy = f"pass {own[0]} to chat itself" if own[0] in ARGUMENTS else "leave it out"
-        raise RequestError(f"chat_template_kwargs has {own[0]!r}, which is not the template's to read; {remedy}")
     if chat_template is None and tokenizer.hf.chat_template is None:
         raise RequestError("the tokenizer has no chat template; give one as chat_template, or use generate")
 
     def render(messages: Sequence[Message], has_tools: bool = True) -> str:
         text: str = tokenizer.hf.apply_chat_template(
             messages,
-            tools=None if tools is None or not has_tools else list(tools),
+            tools=tools if has_tools else None,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
             tokenize=False,
-            **(chat_template_kwargs or {}),
+            **template_kwargs,
         )
         return text
 
@@ -102,6 +96,18 @@ def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any
     [text] = render_chats(tokenizer, {0: conversation}, errors, **options).values()
     report(errors, 1)
     return text
+
+
+def as_template_kwargs(given: Any) -> dict[str, Any]:
+    """Return chat_template_kwargs as a dict. Raises RequestError for what is none, and for names that are taken."""
+    if given and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+        raise RequestError(
+            f"chat_template_kwargs={given!r:.200} is no dict of names; give {{'enable_thinking': False}}, say"
+        )
+    if own := [name for name in given or () if name in RESERVED]:
+        remedy = f"pass {own[0]} to chat itself" if own[0] in ARGUMENTS else "leave it out"
+        raise RequestError(f"chat_template_kwargs has {own[0]!r}, which is not the template's to read; {remedy}")
+    return dict(given or {})
 
 
 def as_conversations(messages: Conversations) -> list[Conversation]:
@@ -288,19 +294,19 @@ def _with_one_text(message: Message) -> Message:
 
 def _with_reasoning(message: Message) -> Message:
     """Return a message whose thought, if it has one, stands under each of its names."""
-    if not any(name in message for name in REASONING):
+    if not any(name in message for name in REASONING_FIELDS):
         return message
-    thoughts = [message[name] for name in REASONING if message.get(name) is not None]
-    others = {name: value for name, value in message.items() if name not in REASONING}
-    return {**others, **dict.fromkeys(REASONING, thoughts[0])} if thoughts else others
+    thoughts = [message[name] for name in REASONING_FIELDS if message.get(name) is not None]
+    others = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    return {**others, **dict.fromkeys(REASONING_FIELDS, thoughts[0])} if thoughts else others
 
 
 def _with_one_thought(message: Message) -> Message:
     """Join the content beside tool calls to the thought: the template of gpt-oss has no place for both."""
-    content, thought = message.get("content"), message.get(REASONING[0])
+    content, thought = message.get("content"), message.get(REASONING_FIELDS[0])
     if not (message.get("tool_calls") and isinstance(content, str) and content and thought):
         return message
-    return {**message, "content": "", **dict.fromkeys(REASONING, f"{thought}\n{content}")}
+    return {**message, "content": "", **dict.fromkeys(REASONING_FIELDS, f"{thought}\n{content}")}
 
 
 def _with_one_call(messages: Sequence[Message]) -> list[Message]:
@@ -313,7 +319,7 @@ def _with_one_call(messages: Sequence[Message]) -> list[Message]:
             continue
         results = [*takewhile(lambda one: one["role"] == "tool", left)]
         left = left[len(results) :]
-        rest = {**{name: value for name, value in message.items() if name not in REASONING}, "content": ""}
+        rest = {**{name: value for name, value in message.items() if name not in REASONING_FIELDS}, "content": ""}
         for place, call in enumerate(calls):
             found.append({**(rest if place else message), "tool_calls": [call]})
             own = [one for one in results if call.get("id") is not None and one.get("tool_call_id") == call.get("id")]

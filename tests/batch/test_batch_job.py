@@ -1,6 +1,7 @@
 """run-batch: what goes in and comes out, what a job started again does, and what is refused."""
 
 import gzip
+import itertools
 import json
 import math
 import os
@@ -49,7 +50,7 @@ from nanoinfer.config import ANSWERS_DEPEND_ON, EngineConfig
 from nanoinfer.constraints.grammars import GrammarLibrary
 from nanoinfer.engine.interrupts import Terminated, postponed_interrupt, terminable
 from nanoinfer.engine.request_queue import Inbox
-from nanoinfer.errors import JobError, RequestError
+from nanoinfer.errors import JobError, RequestError, WorkerError
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -228,6 +229,26 @@ def test_echo_puts_the_prompt_and_its_log_probabilities_in_front(llm: LLM, tmp_p
     assert found["off"]["prompt_logprobs"][0] is None
     assert [len(entries) for entries in found["both"]["prompt_logprobs"]] == [2, 1], "a list for each prompt"
     assert all("prompt_logprobs" not in found[name] for name in ("texts", "plain")), "they were not asked for"
+
+
+def test_an_echoed_prompt_of_a_line_that_names_tokens_has_log_probabilities(llm: LLM, tmp_path: Path) -> None:
+    line = {"prompt": [1, 2, 3], "echo": True, "logprob_token_ids": [4, 5], "max_tokens": 2, "ignore_eos": True}
+    path = write(tmp_path / "in.jsonl", line, {**line, "logprobs": 2})
+    job(llm, path, overrides={"temperature": 0})
+    found, both = [body["choices"][0]["logprobs"] for body in bodies(path).values()]
+    assert found == both
+    assert [number is None for number in found["token_logprobs"]] == [True, False, False, False, False]
+    [output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2), use_tqdm=False)
+    expected = [output.prompt_logprobs[1][2].logprob, output.prompt_logprobs[2][3].logprob]
+    assert found["token_logprobs"][1:3] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_echoed_prompt_without_log_probabilities_has_null_for_each_token() -> None:
+    completion = CompletionOutput(0, "b", [7], "stop", logprobs=[{7: Logprob(-0.5, 1, "b")}])
+    output = RequestOutput(0, "aa", [1, 2], 0, [completion])
+    body = response_body([output], SamplingParams(logprobs=0), False, echo=lambda ids: "a" * len(ids))
+    found = body["choices"][0]["logprobs"]
+    assert (found["tokens"], found["token_logprobs"]) == (["a", "a", "b"], [None, None, -0.5])
 
 
 def test_a_system_message_is_for_chats_that_have_none(
@@ -638,14 +659,25 @@ BAD_LINES = [
     ({"body": {"prompt": "a"}, "url": "/v1/completions", "method": "GET"}, "method='GET' is not served; use 'POST'"),
     ({"body": {"prompt": "a"}, "url": "/v1/chat/completions"}, "there is prompt; give messages"),
     ({"body": "a", "url": "/v1/chat/completions"}, "body is a str, not an object"),
+    *(
+        (
+            {"messages": QUESTION, "tools": tools, "tool_choice": "required"},
+            f"tools={tools!r} is no list; give a list of",
+        )
+        for tools in (5, True, "add", {"name": "add"})
+    ),
+    *(
+        ({"messages": QUESTION, "chat_template_kwargs": given}, f"chat_template_kwargs={given!r} is no dict of names")
+        for given in (1, True, [{}], [[1]], "a")
+    ),
     ({"body": {"prompt": "a"}, "url": "/v1/completions", "max_tokens": 3}, "unknown fields beside body: max_tokens"),
     ({"body": {"prompt": ""}, "url": "/v1/completions", "n": None, "model": "m"}, "prompt 0 is empty"),
     ({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 3}, "there are max_tokens and max_completion_tokens"),
     ({"messages": {"role": "user", "content": "a"}}, "messages is a dict; give a list of messages"),
     ({"messages": []}, "conversation 0 is []; give a list of one message or more"),
     ({"messages": [{"role": "user"}]}, "message 0 of conversation 0 has no content"),
-    ({"messages": QUESTION, "tools": 3}, "the chat template cannot render conversation 0"),
-    ({"messages": QUESTION, "chat_template_kwargs": [3]}, "the chat template cannot render conversation 0"),
+    ({"messages": QUESTION, "tools": 3}, "tools=3 is no list"),
+    ({"messages": QUESTION, "tools": [3]}, "the chat template cannot render conversation 0"),
     ({"prompt": [1, "b"]}, "prompt 0 is a int; give a string or a list of token ids"),
     ({"prompt": ["a", [2], ["b"], ""]}, "prompt 2 has 'b' among its token ids"),
     ({"prompt": ["a", "b", ""]}, "prompt 2 is empty; give at least one token"),
@@ -709,6 +741,38 @@ def test_each_bad_line_gets_an_error_with_its_number_and_the_rest_goes_on(llm: L
     last = f"line-{len(BAD_LINES) + 2}"
     assert records(path)["line-1"]["response"]["body"]["choices"] == records(path)[last]["response"]["body"]["choices"]
     assert llm.is_finished()
+
+
+@pytest.mark.parametrize("place", ["parse_body", "params_to_echo", "response_body"])
+def test_a_bug_that_a_line_meets_is_its_error_and_is_logged_once(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    original, calls = getattr(batch_job, place), itertools.count()
+
+    def failing(*given: Any, **options: Any) -> Any:
+        if next(calls) in (1, 2):
+            raise KeyError(87)
+        return original(*given, **options)
+
+    monkeypatch.setattr(batch_job, "check_first_lines", lambda path: None)  # which parses, too
+    monkeypatch.setattr(batch_job, place, failing)
+    path = write(tmp_path / "in.jsonl", *[{"prompt": [1], "echo": True, **GREEDY}] * 5)
+    summary = job(llm, path)
+    assert (summary.num_done, summary.num_errors) == (5, 2)
+    codes = [record["error"]["code"] for record in records(path).values() if record["error"]]
+    assert codes == ["internal_error"] * 2
+    assert all("KeyError: 87" in message for message in errors(path).values())
+    [logged] = [record for record in caplog.records if record.exc_info]
+    assert "which is a bug" in logged.message
+
+
+def test_an_error_of_the_engine_is_none_of_a_line(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise WorkerError("a process has ended")
+
+    monkeypatch.setattr(llm.preparer, "prepare", fail)
+    with pytest.raises(WorkerError):
+        job(llm, write(tmp_path / "in.jsonl", {"prompt": [1], **GREEDY}))
 
 
 def test_a_line_too_long_is_an_error_without_being_held(

@@ -272,6 +272,27 @@ def test_a_keyword_that_is_not_the_templates_is_refused_by_name(llm: LLM, name: 
     assert str(error.value) == f"chat_template_kwargs has {name!r}, which is not the template's to read; {remedy}"
 
 
+@pytest.mark.parametrize("given", [1, True, [{}], [[1]], "a", {1: 2}])
+def test_keywords_that_are_no_dict_are_refused(llm: LLM, given: object) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(llm, SUM, chat_template_kwargs=given)
+    expected = f"chat_template_kwargs={given!r} is no dict of names; give {{'enable_thinking': False}}, say"
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize("choice", [None, "required"])
+@pytest.mark.parametrize("tools", [5, True, "add", {"name": "add"}])
+def test_tools_that_are_no_list_are_refused(llm: LLM, tools: object, choice: str | None) -> None:
+    with pytest.raises(RequestError, match=r"is no list; give a list of functions, or of their JSON schemas"):
+        chat(llm, SUM, tools=tools, tool_choice=choice)
+
+
+def test_a_tool_without_a_schema_is_refused_whether_it_has_to_be_called_or_not(llm: LLM) -> None:
+    for choice in (None, "required"):
+        with pytest.raises(RequestError, match="no docstring"):
+            chat(llm, SUM, tools=[lambda: 1], tool_choice=choice)
+
+
 def test_a_template_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
     shutil.copytree(tiny_model_path(), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer_config.json"
