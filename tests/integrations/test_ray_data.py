@@ -216,7 +216,7 @@ def test_log_probabilities_are_lists_of_tokens(mixed: Any) -> None:
         ("empty", "prompt 0 is empty"),
         ("no content", "has no content"),
         ("wrong temperature", "temperature=-1"),
-        ("unknown parameter", "sampling_params: unknown fields: temprature (did you mean 'temperature'?); known are"),
+        ("unknown parameter", "sampling_params: unknown fields: temprature (did you mean 'temperature'?)"),
         ("several samples", "n=2"),
         ("wrong token id", "token id 1000000"),
         ("too long", "exceeds max_model_len"),
