@@ -50,13 +50,15 @@ class CallFormat:
     """Says how tool calls are read and written.
 
     start, end: the texts around one call or several; end is "" where the calls tell by themselves where they end. read:
-    reads what stands between. ways: how they are written; the last is for any chat template.
+    reads what stands between. ways: how they are written; the last is for any chat template. bare_start: what a call
+    begins with where models forget `start`; "" where they do not.
     """
 
     start: str
     end: str
     read: Reader
     ways: tuple[Writing, ...]
+    bare_start: str = ""
 
 
 def _as_call(members: Mapping[str, str]) -> Call | None:
@@ -272,6 +274,7 @@ QWEN3_CALLS = CallFormat(
         Writing("<function=", "<tool_call>", "\n", "</tool_call>", True, FUNCTION.write),
         Writing("", "<tool_call>", "\n", "</tool_call>", True, write_object),
     ),
+    bare_start="<function=",
 )
 DEEPSEEK_CALLS = CallFormat(
     "<｜tool▁calls▁begin｜>",

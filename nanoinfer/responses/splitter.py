@@ -12,6 +12,7 @@ from nanoinfer.responses.typed_arguments import json_end, skip_space
 
 Part = Literal["reasoning", "content", "tool_calls"]
 MAX_ENDS = 16  # that a call may have within a text, to be read before all has come
+MAX_BROKEN = 32  # calls in a row that cannot be read: a model that repeats one for ever, whose text stays content
 
 
 class Span(NamedTuple):
@@ -105,12 +106,14 @@ class TagSplitter(Splitter):
 
     def __init__(self, family: Family, calls: CallFormat, is_open: bool = False) -> None:
         super().__init__(family, is_open)
-        marks = (family.reasoning_start, family.reasoning_end, calls.start)
+        marks = (family.reasoning_start, family.reasoning_end, calls.start, *filter(None, [calls.bare_start]))
         self._marks, self._longest = re.compile("|".join(map(re.escape, marks))), max(map(len, marks))
         self._calls = calls
         self._has_thought = False  # whether one has ended
         self._around: Part | None = None  # the part in which the tool call stands that is being read
+        self._mark_end, self._start = 0, 0  # where the mark of this call ends, and what is to be read begins
         self._next_end, self._num_ends = 0, 0  # where to look for the end of it; how many ends it did not have
+        self._num_broken = 0  # calls that could not be read since the last that could
 
     def _scan(self, is_final: bool) -> None:
         while True:
@@ -124,11 +127,20 @@ class TagSplitter(Splitter):
                 self._add(len(self.text) if is_final else len(self.text) - self._longest + 1)
                 return
             self._add(found.start())
-            if found[0] == self._calls.start:
-                self._around, self._next_end, self.part = self.part, found.end(), "tool_calls"
-                self._num_ends = 0
-            elif not self._switch(found[0], found.end()):
+            if found[0] not in (self._calls.start, self._calls.bare_start):
+                is_mark = self._switch(found[0], found.end())
+            else:
+                is_mark = self._begin_calls(found[0] != self._calls.start, found.start(), found.end())
+            if not is_mark:
                 self._add(found.end())
+
+    def _begin_calls(self, is_bare: bool, start: int, end: int) -> bool:
+        """Begin to read tool calls after a mark; return False for a mark that is text there."""
+        if self._num_broken >= MAX_BROKEN or (is_bare and self.part != "content"):
+            return False
+        self._around, self.part, self._num_ends = self.part, "tool_calls", 0
+        self._start, self._mark_end, self._next_end = start if is_bare else end, end, end
+        return True
 
     def _switch(self, mark: str, end: int) -> bool:
         """Begin or end a thought with a mark that ends at `end`; return False for a mark that is text there."""
@@ -149,36 +161,34 @@ class TagSplitter(Splitter):
 
     def _read_calls(self, is_final: bool) -> bool:
         """Read the tool calls that begin here; return False if more of the text has to come first."""
-        calls, start = self._calls, self._pos + len(self._calls.start)
+        calls, has_new_end = self._calls, False
         end_mark = self._family.reasoning_end if self._around == "reasoning" else calls.end
         while end_mark and self._num_ends < MAX_ENDS and (end := self.text.find(end_mark, self._next_end)) >= 0:
             if self._around == "reasoning":  # the thought goes on
-                return self._give_up(start)
-            self._next_end, self._num_ends = end + 1, self._num_ends + 1
-            found, read_to = calls.read(self.text, start)
+                return self._give_up()
+            self._next_end, self._num_ends, has_new_end = end + 1, self._num_ends + 1, True
+        if has_new_end or is_final:
+            found, read_to = calls.read(self.text, self._start)
             closing = skip_space(self.text, read_to)
-            if found and self.text.startswith(calls.end, closing):
-                return self._end_calls(found, closing + len(calls.end))
-        if not is_final:
-            self._next_end = max(self._next_end, len(self.text) - len(end_mark) + 1)
-            return False
-        found, read_to = calls.read(self.text, start)
-        closing = skip_space(self.text, read_to)
-        if not found:
-            return self._give_up(start)
-        is_closed = calls.end and self.text.startswith(calls.end, closing)
-        return self._end_calls(found, closing + len(calls.end) if is_closed else read_to)
+            is_closed = calls.end and self.text.startswith(calls.end, closing)
+            if found and (is_closed or is_final):
+                return self._end_calls(found, closing + len(calls.end) if is_closed else read_to)
+            if is_final:
+                return self._give_up()
+        self._next_end = max(self._next_end, len(self.text) - len(end_mark) + 1)
+        return False
 
-    def _give_up(self, end: int) -> bool:
-        """Leave a mark, up to `end`, that no tool call follows, to the part that it stands in."""
+    def _give_up(self) -> bool:
+        """Leave a mark that no tool call follows to the part that it stands in."""
         self.part = self._around
-        self._add(end)
+        self._num_broken += self.part == "content"
+        self._add(self._mark_end)
         return True
 
     def _end_calls(self, calls: list[Call], end: int) -> bool:
         self._take(calls, end)
         self._has_thought |= self._around == "reasoning"
-        self.part = "content"
+        self.part, self._num_broken = "content", 0
         return True
 
 

@@ -139,6 +139,16 @@ QWEN = [
         calls=(("get_weather", WEATHER),),
     ),
     Case("qwen3", "<tool_call>\n<function=f>\n<parameter=a>\n1", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
+    # Qwen3-Coder forgets to open calls, too.
+    Case(
+        "qwen3",
+        "I look.\n<function=get_weather>\n<parameter=city>\nTokyo\n</parameter>\n<parameter=unit>\ncelsius\n"
+        "</parameter>\n</function>\n</tool_call>\n<function=now>\n</function>",
+        "I look.",
+        calls=(("get_weather", WEATHER), ("now", {})),
+    ),
+    Case("qwen3", "Write <function=f> first.", "Write <function=f> first."),
+    Case("qwen3", "<think>\n<function=now>\n</function>\n</think>\nYes.", "Yes.", "<function=now>\n</function>"),
 ]
 DEEPSEEK = [
     Case("deepseek-r1", "Hm.</think>Yes.", "Yes.", "Hm."),
