@@ -34,6 +34,7 @@ from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.speculation.speculator import make_speculator
 from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
 
@@ -189,6 +190,7 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
         constraints = files.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
         new_listener = partial(StepEventListener, device=runner.info.device)
         engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints, new_listener)
+        engine.proposer = make_speculator(config, runner.limits, engine.stats)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()

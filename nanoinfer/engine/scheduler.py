@@ -338,7 +338,8 @@ class Scheduler:
 
         With a proposer they may be several tokens, which wait until the step in flight is collected.
         """
-        if in_flight and (proposer is not None or self._has_proposals):  # how long rows are is not known yet
+        # Of a step with proposals it is not known how many count.
+        if in_flight and (self._has_proposals or (proposer is not None and proposer.waits(self.running))):
             return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [
@@ -355,7 +356,7 @@ class Scheduler:
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
-        proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=True))
+        proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=False))
         manager.extend(batch, needy)
         for seq in decode:
             seq.num_computed_tokens += 1
