@@ -165,6 +165,11 @@ def find_model(config: EngineConfig) -> ModelFiles:
         config = replace(config, enable_prefix_caching=False)
     if config.enable_return_routed_experts and model_config.moe is None:
         raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")
+    if config.speculative_config and model_config.refusal_reason is not None:
+        raise ConfigError(
+            f"{config.model} generates nothing ({model_config.refusal_reason}), and nothing can be proposed; leave "
+            "speculative_config out"
+        )
     generation_config = read_json(folder / "generation_config.json")
     return ModelFiles(config, folder, model_config, find_tokenizer(config, folder), generation_config)
 

@@ -52,11 +52,6 @@ class SpeculativeOptions:
     suffix_decoding_min_token_prob: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(
-                f"speculative_config has method={self.method!r:.200}, which nanoinfer does not have; use "
-                f"{' or '.join(map(repr, METHODS))}, which need no draft model, or leave speculative_config out"
-            )
         self._check_count("num_speculative_tokens", 1, MAX_TOKENS)
         for name in ("prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth"):
             self._check_count(name, 1)
@@ -100,8 +95,14 @@ def as_speculative_config(given: Any) -> dict[str, Any] | None:
                 f"speculative_config has model={model!r:.200}, and draft models are not supported; use {EXAMPLE}, say"
             )
         options.setdefault("method", model)  # vLLM takes the name of the method there as well
-    if options.get("method") is None:
+    method = options.get("method")
+    if method is None:
         raise ConfigError(f"speculative_config has no method; use {EXAMPLE}, say")
+    if method not in METHODS:
+        raise ConfigError(
+            f"speculative_config has method={method!r:.200}, which nanoinfer does not have; use "
+            f"{' or '.join(map(repr, METHODS))}, which need no draft model, or leave speculative_config out"
+        )
     try:
         options = check_names("speculative_config", options, NAMES, FOREIGN)
     except TypeError as error:
@@ -110,8 +111,8 @@ def as_speculative_config(given: Any) -> dict[str, Any] | None:
     lookups = [options[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in options]
     if len(lookups) == 1:
         options |= {"prompt_lookup_min": lookups[0], "prompt_lookup_max": lookups[0]}
-    if options["method"] == "suffix":
+    if method == "suffix":
         options.setdefault("num_speculative_tokens", options.get("suffix_decoding_max_tree_depth", 24))
-    if options["method"] == "ngram" and "num_speculative_tokens" not in options:
+    elif "num_speculative_tokens" not in options:
         raise ConfigError("speculative_config has no num_speculative_tokens, which 'ngram' needs; use 8, say")
     return asdict(SpeculativeOptions(**options))

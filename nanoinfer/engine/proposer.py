@@ -5,9 +5,10 @@ position, so that it is the one that single steps would draw if the proposals be
 what was drawn there. So the tokens are those of single steps, whoever proposes. A wrong proposal costs time and leaves
 no trace: what it wrote lies behind the known tokens, and is written again.
 
-A proposer has to know all tokens of a sequence, so a step with proposals waits until the step before it is collected;
-the proposer says whether it does (`nanoinfer/speculation` has the one that options ask for). Proposals take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected one by one, as if a step of its
-own had drawn each. So whatever ends a sequence, or is told of tokens, knows of single steps alone.
+A proposer has to know all tokens of a sequence, so a step with proposals waits until the step before it is collected.
+The proposer says which steps are worth it; `nanoinfer/speculation` has the one that `speculative_config` asks for.
+Proposals take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected one by one, as if a
+step of its own had drawn each. So whatever ends a sequence, or is told of tokens, knows of single steps alone.
 """
 
 import collections.abc as abc
@@ -31,7 +32,7 @@ class Proposer(Protocol):
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next decode step waits until the one in flight is collected, to have proposals.
 
-        seqs: all that run. It must wait for a step that has proposals, as nobody knows how many of them count.
+        seqs: all that run. It is asked only if the step in flight has none.
         """
 
     def propose(self, seqs: list[Sequence]) -> abc.Sequence[abc.Sequence[int]]:

@@ -2,8 +2,8 @@
 
 A step with proposals costs more in two ways. It computes more tokens, and it waits for the tokens before it, so nothing
 of the host's work is hidden behind the device's. Both are in the time from one step's schedule to the next one's, which
-is measured as steps come: for plain steps, and relative to these for steps with proposals, by the numbers of rows and of
-tokens. Until such steps have been measured twice, their cost is a guess that invites a trial.
+is measured as steps come: for plain steps, and relative to these for steps with proposals, by the numbers of rows and
+of tokens. Until such steps have been measured twice, their cost is a guess that invites a trial.
 """
 
 from collections import deque
@@ -17,9 +17,12 @@ NUM_TRUSTED = 4.0  # proposals that a row is believed by; the rest is what all r
 
 
 class Acceptance:
-    """Estimates the probability that a proposal is right if those before it are, by what happened lately."""
+    """Estimates the probability that a proposal is right if those before it are, by what happened lately.
 
-    def __init__(self, prior: float = 0.5, decay: float = 0.9) -> None:
+    decay: how much of what is known counts after one more proposal.
+    """
+
+    def __init__(self, prior: float = 0.5, decay: float = 0.95) -> None:
         self._num_right, self._num_judged = prior * NUM_TRUSTED, NUM_TRUSTED
         self._decay = decay
 
@@ -29,7 +32,7 @@ class Acceptance:
 
     def judge(self, num_right: int, num_judged: int, prior: float) -> None:
         """Note that of a row's proposals so many were judged, one after the other, and so many were right."""
-        decay = self._decay
+        decay = self._decay**num_judged
         self._num_right = decay * self._num_right + num_right + (1 - decay) * NUM_TRUSTED * prior
         self._num_judged = decay * self._num_judged + num_judged + (1 - decay) * NUM_TRUSTED
 

@@ -1,9 +1,10 @@
 """Finds what a text may go on with: copies of what followed its last tokens elsewhere.
 
 `TextDrafts` follows one sequence. Where the text repeats another place, it points at the token that would come next
-there, and moves on as tokens are drawn. A text that is rewritten differs from its source by a word now and then. So the
-pointer survives one token that differs: instead of one of the source, before one, or where one of the source is left
-out. Only when it is lost is the text looked up again.
+there, and moves on as tokens are drawn. A text that is rewritten differs from its source now and then. So the pointer
+survives one token that differs: instead of one of the source, before one, or where one of the source is left out. After
+more of them the text is looked up, and a copy that has ended is resumed by a single token that stands a little further
+on in the source.
 
 Two methods look up. "ngram" takes the place with the longest match, as prompt lookup does (Saxena, 2023). "suffix" is
 suffix decoding (Oliaro et al., 2024, arXiv 2411.04975): of the places with a match of some length, as many as went on
@@ -14,14 +15,16 @@ places with the same last tokens stand for all, which needs a dict alone.
 
 from array import array
 from collections import Counter
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from nanoinfer.speculative_config import SpeculativeOptions
 from nanoinfer.speculation.text_index import END, TextIndex, num_equal
+from nanoinfer.speculative_config import SpeculativeOptions
 
 MIN_MATCH = 3  # of "suffix": fewer equal tokens say little, and are found everywhere
 SURE_MATCH = 8  # equal tokens from which on one that differs does not send the text to other places
+MAX_REPLACED = 32  # tokens within which a copy that has ended is resumed by one equal token
 MAX_PLACES = 16  # that are compared in a lookup
 MAX_CACHED_TOKENS = 2**19  # of earlier answers, in both halves together: they take some 60 MB
 NO_TEXT = array("i")
@@ -74,13 +77,16 @@ class TextDrafts:
         self._num_followed = len(token_ids)
         # Where the text is being copied from: places in one text, the newest first, each at what would come next.
         self._source, self._places = NO_TEXT, [0][:0]
-        self._num_matched = 0  # tokens before the places that are equal, up to _max_match
+        self._num_matched = 0  # tokens before the places that are equal
+        self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
         self._has_missed = False  # whether the newest token was not that of the source
+        self._left_at = self._num_since = 0  # where in the source the copy ended; tokens that came since
 
     def follow(self) -> None:
         """Take in the tokens that were appended to the text."""
         tokens = self._index.tokens
         for token_id in tokens[self._num_followed :]:
+            self._num_since += 1
             if self._places:
                 self._move(token_id)
         self._num_followed = len(tokens)
@@ -88,31 +94,48 @@ class TextDrafts:
 
     def draft(self, most: int) -> list[int]:
         """Return at most so many tokens that may come next."""
-        if not self._places or (self._has_missed and self._num_matched < SURE_MATCH):
+        if not self._places or (self._has_missed and self._num_trusted < SURE_MATCH):
             self._look_up(most)
         if not self._places:
+            self._resume()
+        if not self._places:
             return []
-        if self._is_suffix:
-            most = min(most, int(self._num_matched * self._options.suffix_decoding_max_spec_factor))
-        return self._go_on(self._source, self._places, most).token_ids
+        return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
+
+    def _limited(self, most: int, num_matched: int) -> int:
+        """Return how many tokens may be proposed after so many that are equal."""
+        factor = self._options.suffix_decoding_max_spec_factor
+        return min(most, int(num_matched * factor)) if self._is_suffix else most
 
     def _move(self, token_id: int) -> None:
         """Follow the source by one token of the text."""
         source, places = self._source, self._places
         if goes_on := [place + 1 for place in places if place < len(source) and source[place] == token_id]:
             self._places, self._has_missed = goes_on, False
-            self._num_matched = min(self._num_matched + 1, self._max_match)
+            self._num_matched += 1
+            self._num_trusted = min(self._num_trusted + 1, self._max_match)
             return
         place, missed_before = places[0], self._has_missed
         self._has_missed = False
+        if not missed_before and self._num_matched > 1:
+            self._left_at, self._num_since = place, 0
         if place + 1 < len(source) and source[place + 1] == token_id:  # the source has one token more
             self._places = [place + 2]
-        elif not missed_before:  # as if this token took the place of one of the source
+        elif not missed_before and self._num_matched > 1:  # as if this token took the place of one of the source
             self._places, self._has_missed = [place + 1], True
-        elif source[place - 1] == token_id:  # the one before this was one token more than the source has
+        elif missed_before and source[place - 1] == token_id:  # the one before this was one more than the source has
             self._places = [place]
         else:
             self._places = []
+
+    def _resume(self) -> None:
+        """Point to the newest token a little after the place where the copy ended, if it is there."""
+        source, tokens = self._source, self._index.tokens
+        if self._num_trusted and self._num_since <= MAX_REPLACED:
+            end = min(self._left_at + MAX_REPLACED, len(source) - (source is tokens))
+            with suppress(ValueError):
+                self._places = [source.index(tokens[-1], self._left_at, end) + 1]
+                self._num_matched, self._has_missed = 1, False
 
     def _look_up(self, most: int) -> None:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
@@ -130,13 +153,13 @@ class TextDrafts:
                 return
             for length in sorted({*matched}, reverse=True):
                 equal = [place for place, its in zip(places, matched, strict=True) if its >= length]
-                limit = min(most, int(length * self._options.suffix_decoding_max_spec_factor))
-                if (score := self._go_on(other, equal, limit).score) > best:
+                if (score := self._go_on(other, equal, self._limited(most, length)).score) > best:
                     best = score
                     self._point(other, equal, length)
 
     def _point(self, source: "array[int]", places: list[int], num_matched: int) -> None:
-        self._source, self._places, self._num_matched, self._has_missed = source, places, num_matched, False
+        self._source, self._places, self._has_missed = source, places, False
+        self._num_matched = self._num_trusted = num_matched
 
     def _go_on(self, source: "array[int]", places: list[int], most: int) -> Draft:
         """Return what most of these places in a text go on with, as long as it is likely."""
@@ -145,10 +168,10 @@ class TextDrafts:
         if len(places) > 1 and len({source[place : place + most].tobytes() for place in places}) == 1:
             places = places[:1]
         while len(places) > 1 and len(token_ids) < most:
-            nexts = Counter(source[place] for place in places if place < len(source))
+            nexts = Counter(source[place] for place in places if place < len(source) and source[place] != END)
             token_id, count = nexts.most_common(1)[0] if nexts else (END, 0)
             probability *= count / len(places)
-            if token_id == END or probability < self._options.suffix_decoding_min_token_prob:
+            if probability == 0.0 or probability < self._options.suffix_decoding_min_token_prob:
                 return Draft(token_ids, score)
             token_ids.append(token_id)
             score += probability

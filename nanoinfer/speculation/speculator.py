@@ -14,12 +14,13 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.speculation.controller import Acceptance, Controller
 from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
+from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculative_config import SpeculativeOptions
 
 logger = logging.getLogger("nanoinfer")
 
 MAX_WATCHED = 8  # rows, while proposals do not pay
-SLOW_DECAY = 0.98  # of what all rows together say about drafts
+SLOW_DECAY = 0.998  # of what all rows together say about drafts
 
 
 class DraftedRow:
@@ -41,10 +42,10 @@ class DraftedRow:
             return
         if self.draft:
             came = tokens[self.num_followed : self.num_followed + len(self.draft)]
-            num_right = next((i for i, pair in enumerate(zip(self.draft, came)) if pair[0] != pair[1]), len(came))
-            num_judged = min(num_right + 1, len(came))
-            self.acceptance.judge(num_right, num_judged, of_all.probability)
-            of_all.judge(num_right, num_judged, of_all.probability)
+            right = num_right(self.draft, came)
+            judged = min(right + 1, len(came))
+            self.acceptance.judge(right, judged, of_all.probability)
+            of_all.judge(right, judged, of_all.probability)
         self.drafts.follow()
         self.num_followed = len(tokens)
         self.draft = self.drafts.draft(most)
@@ -53,8 +54,8 @@ class DraftedRow:
 class Speculator:
     """Proposes what sequences of an engine go on with. See `Proposer`.
 
-    max_num_tokens: of a row. overlaps: whether plain steps are launched before the tokens of the last one are collected.
-    stats: the engine's, where the time is counted that proposals have saved.
+    max_num_tokens: of a row. overlaps: whether plain steps are launched before the tokens of the last one are
+    collected. stats: the engine's, where the time is counted that proposals have saved.
     """
 
     def __init__(self, options: SpeculativeOptions, max_num_tokens: int, overlaps: bool, stats: EngineMetrics) -> None:
@@ -146,9 +147,7 @@ class Speculator:
             return
         started, _, num_before, num_tokens_before = last
         seconds = now - started
-        if num_before is None and num_proposed is None:
-            self._controller.note_plain(num_rows, seconds)
-        elif num_before == 0 and not self._overlaps:
+        if (num_before is None and num_proposed is None) or (num_before == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
         elif num_before is not None and num_proposed is not None:
             self._controller.note(num_rows, num_before, seconds)

@@ -5,7 +5,7 @@ LZ77 do. A token costs one entry in a dict: a quarter of a microsecond, and a hu
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 TOKEN_BYTES = array("i").itemsize
 END = -1  # follows each of several texts; no text has it
@@ -50,3 +50,9 @@ def num_equal(text: "array[int]", other: "array[int]", place: int, most: int) ->
         if text[end - 1 - length] != other[place - 1 - length]:
             return length
     return most
+
+
+def num_right(draft: Sequence[int], came: Sequence[int]) -> int:
+    """Return how many tokens of a draft are those that came, before the first that is not."""
+    pairs = zip(draft, came, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(draft), len(came)))
