@@ -60,7 +60,7 @@ class EngineMetrics:
             self.decode_seconds += seconds
 
     def count_drafts(self, num_proposed: list[int], num_accepted: list[int]) -> None:
-        """Count the proposals for each row of a step, and how many of the rows' first ones, second ones, ... were accepted."""
+        """Count proposals for each row of a step, and accepted ones by place: the first of a row, the second, ..."""
         self.num_drafts += sum(map(bool, num_proposed))
         self.num_draft_tokens += sum(num_proposed)
         self.num_accepted_tokens += sum(num_accepted)
