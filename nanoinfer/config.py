@@ -239,8 +239,9 @@ class EngineConfig:
     )
     speculative_config: Mapping[str, Any] | None = neutral_option(
         None,
-        "A dict, in JSON on the command line, that has tokens proposed from texts that repeat themselves: method, "
-        '"ngram" or "suffix", num_speculative_tokens, the most for a row, and other options of vLLM for these methods. '
+        "A dict, in JSON on the command line, that has tokens proposed: from texts that repeat themselves, and where a "
+        "form leaves no choice. It has vLLM's options for the methods 'ngram' and 'suffix', such as "
+        "num_speculative_tokens, the most for a row. "
         "Tokens are as without it; proposals are made where steps have been found to pay for them.",
     )
     trace: Converted[str | Path | None, str | None] = neutral_option(

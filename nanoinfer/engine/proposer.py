@@ -17,6 +17,7 @@ from itertools import compress
 from typing import Protocol
 
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.interfaces import row_sizes
 from nanoinfer.engine.prefix_sharers import split_sharers
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -56,8 +57,9 @@ def add_proposals(
     max_prefix_sharers: the most rows of one token that read a shared prefix at once.
     """
     batch.proposals = [_take(batch, seq, proposed[seq][: max_row_tokens - 1], manager) for seq in batch.decode]
-    batch.num_tokens = num_tokens = 1 + max(map(len, batch.proposals), default=0)
-    if num_tokens > 1:
+    longest = 1 + max(map(len, batch.proposals), default=0)
+    if longest > 1:
+        batch.num_tokens = num_tokens = next(size for size in row_sizes(max_row_tokens) if size >= longest)
         batch.prefix_sharers = split_sharers(batch.prefix_sharers, max_prefix_sharers // num_tokens)
 
 

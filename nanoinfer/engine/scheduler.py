@@ -336,9 +336,8 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool, proposer: Proposer | None) -> ScheduledBatch:
         """Schedule one token for each running sequence; while blocks are short, the last in order are preempted.
 
-        With a proposer they may be several tokens, which wait until the step in flight is collected.
+        With proposals they are several tokens. Such a step, and the one after it, waits for the step in flight.
         """
-        # Of a step with proposals it is not known how many count.
         if in_flight and (self._has_proposals or (proposer is not None and proposer.waits(self.running))):
             return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.

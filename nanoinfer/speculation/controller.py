@@ -8,6 +8,8 @@ of tokens. Until such steps have been measured twice, their cost is a guess that
 
 from collections import deque
 
+from nanoinfer.engine.interfaces import row_sizes
+
 NUM_KEPT = 5  # measurements of a kind of step; their median counts
 NUM_NEEDED = 2  # before that, captures of graphs and compilations would be believed
 MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
@@ -44,7 +46,7 @@ class Controller:
     """
 
     def __init__(self, most: int) -> None:
-        self.choices = sorted({1 << n for n in range(most.bit_length())} | {most})  # few: each has graphs of its own
+        self.choices = [size - 1 for size in row_sizes(most + 1)]
         self._plain: dict[int, deque[float]] = {}  # seconds, by number of rows
         self._ratios: dict[tuple[int, int], deque[float]] = {}  # to a plain step; by rows and proposals of a row
 
@@ -75,7 +77,8 @@ class Controller:
     def choose(self, num_rows: int, expected: list[float]) -> int:
         """Return how many tokens to propose for each row; 0 if a plain step is better.
 
-        expected: how many rows have a right proposal of each place, if they have one there: the first, the second, ...
+        expected: how many rows are expected to have a right proposal in the first place, in the second, and so on; as
+        long as the longest draft.
         """
         best, best_speed = 0, MIN_GAIN
         if num_rows == 0 or self.plain_seconds(num_rows) is None:
@@ -84,6 +87,8 @@ class Controller:
             speed = (1 + sum(expected[:choice]) / num_rows) / self.cost(num_rows, choice)
             if speed > best_speed:
                 best, best_speed = choice, speed
+            if choice >= len(expected):
+                break  # larger steps would have no more proposals
         return best
 
 

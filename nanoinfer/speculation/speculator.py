@@ -3,10 +3,14 @@
 Where many rows run, only a few are watched until their texts promise a gain: to index the prompts of all would take
 time. Watched rows are drafted for while plain steps overlap, and their drafts are judged by the tokens that come. So
 text that repeats nothing costs next to nothing, and its steps overlap as without a proposer.
+
+A form, such as a JSON schema, leaves no choice about many tokens. These are proposed before what the text repeats.
 """
 
 import logging
+import math
 import time
+from array import array
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interfaces import RunnerLimits
@@ -21,12 +25,14 @@ logger = logging.getLogger("nanoinfer")
 
 MAX_WATCHED = 8  # rows, while proposals do not pay
 SLOW_DECAY = 0.998  # of what all rows together say about drafts
+FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 
 
 class DraftedRow:
     """A sequence, what it may go on with, and how often that was right.
 
-    draft: as of the tokens that `drafts` has followed.
+    draft: as of the tokens that `drafts` has followed. num_forced: how many of its tokens, from the first one on, the
+    sequence's form leaves no choice about. They take the place of as many that the text would repeat.
     """
 
     def __init__(self, seq: Sequence, drafts: TextDrafts, prior: float) -> None:
@@ -34,21 +40,42 @@ class DraftedRow:
         self.acceptance = Acceptance(prior)
         self.num_followed = 0
         self.draft: list[int] = []
+        self.num_forced = 0
 
-    def follow(self, most: int, of_all: Acceptance) -> None:
+    def follow(self, most: int, of_all: Acceptance, of_forms: Acceptance) -> None:
         """Judge the draft by the tokens that have come, and draft at most so many for what comes next."""
         tokens = self.seq.token_ids
         if self.num_followed == len(tokens):
             return
         if self.draft:
-            came = tokens[self.num_followed : self.num_followed + len(self.draft)]
-            right = num_right(self.draft, came)
-            judged = min(right + 1, len(came))
-            self.acceptance.judge(right, judged, of_all.probability)
-            of_all.judge(right, judged, of_all.probability)
+            self._judge(tokens[self.num_followed : self.num_followed + len(self.draft)], of_all, of_forms)
         self.drafts.follow()
         self.num_followed = len(tokens)
         self.draft = self.drafts.draft(most)
+        if self.seq.constraint is not None:
+            forced = [*self.seq.constraint.forced()][:most]
+            self.num_forced = len(forced)
+            self.draft[: self.num_forced] = forced
+
+    def _judge(self, came: "array[int]", of_all: Acceptance, of_forms: Acceptance) -> None:
+        right = num_right(self.draft, came)
+        judged = min(right + 1, len(came))
+        if num_forced := self.num_forced:
+            of_forms.judge(min(right, num_forced), min(judged, num_forced), of_forms.probability)
+            right, judged = right - num_forced, judged - num_forced
+        if judged > 0:
+            self.acceptance.judge(right, judged, of_all.probability)
+            of_all.judge(right, judged, of_all.probability)
+
+    def chances(self, of_forms: Acceptance, num_unknown: int) -> tuple[float, list[float]]:
+        """Return how likely the unknown tokens are those of the draft, and each one behind if those before it are.
+
+        num_unknown: tokens at the beginning of the draft that come before the step that is asked about.
+        """
+        of_text = self.acceptance.probability
+        num_free = len(self.draft) - self.num_forced
+        each = [of_forms.probability] * self.num_forced + [of_text] * (num_free + num_unknown if num_free else 0)
+        return math.prod(each[:num_unknown]), each[num_unknown:]
 
 
 class Speculator:
@@ -64,7 +91,8 @@ class Speculator:
         self._answers = EarlierAnswers(options.suffix_decoding_max_cached_requests)
         self._learns = options.method == "suffix"
         self._controller = Controller(max_num_tokens)
-        self._of_all = Acceptance(decay=SLOW_DECAY)
+        self._of_all = Acceptance(decay=SLOW_DECAY)  # of texts
+        self._of_forms = Acceptance(prior=FORM_PRIOR, decay=SLOW_DECAY)
         self._rows: dict[Sequence, DraftedRow] = {}
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
@@ -106,7 +134,7 @@ class Speculator:
         if row is None:
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts, self._of_all.probability)
-        row.follow(self.max_num_tokens, self._of_all)
+        row.follow(self.max_num_tokens, self._of_all, self._of_forms)
         return row
 
     def _choose(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> int:
@@ -115,15 +143,18 @@ class Speculator:
         rows: of all of them, or of some. num_unknown: tokens that come before the next step, so drafts have to be right
         about them, too.
         """
-        expected, share = [0.0] * self.max_num_tokens, len(rows) / max(1, num_seqs)
-        drafted = [row for row in rows if row is not None and row.draft]
-        for row in drafted:
-            probability = row.acceptance.probability
-            right = probability**num_unknown / share
-            for place in range(len(row.draft)):
-                right *= probability
+        share = len(rows) / max(1, num_seqs)
+        expected: list[float] = []
+        for row in rows:
+            if row is None or not row.draft:
+                continue
+            chance, chances = row.chances(self._of_forms, num_unknown)
+            right = chance / share
+            expected += [0.0] * (len(chances) - len(expected))
+            for place, chance in enumerate(chances):
+                right *= chance
                 expected[place] += right
-        return self._controller.choose(num_seqs, expected) if drafted else 0
+        return self._controller.choose(num_seqs, expected) if expected else 0
 
     def _notice_ends(self, seqs: list[Sequence]) -> None:
         """Forget sequences that have finished; "suffix" remembers their answers."""

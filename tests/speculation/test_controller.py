@@ -1,6 +1,8 @@
 """Proposals are made where steps have been found to pay for them."""
 
-from typing import Any
+import itertools
+from itertools import takewhile
+from typing import Any, cast
 
 import pytest
 
@@ -9,7 +11,7 @@ from nanoinfer.metrics import EngineMetrics
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.speculation import speculator
 from nanoinfer.speculation.controller import Acceptance, Controller
-from nanoinfer.speculation.speculator import MAX_WATCHED, Speculator
+from nanoinfer.speculation.speculator import FORM_PRIOR, MAX_WATCHED, Speculator
 from nanoinfer.speculation.text_index import num_right
 from tests.speculation.test_drafts import options_of
 
@@ -39,6 +41,12 @@ def test_the_number_of_proposals_is_the_one_with_most_tokens_a_second() -> None:
     assert controller.choose(1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4  # (1 + 3.0) / 1.6, and 5.4 / 4.0
     assert controller.choose(1, [0.6, 0.1, 0, 0, 0, 0, 0, 0]) == 1
     assert controller.choose(1, [0.2, 0.05, 0, 0, 0, 0, 0, 0]) == 0, "waiting costs more than that"
+
+
+def test_a_step_is_as_long_as_the_longest_draft_needs() -> None:
+    controller = learned(1.0, {1: 1.5, 2: 1.4, 4: 1.3, 8: 1.2})
+    assert controller.choices == [1, 2, 4, 8]
+    assert controller.choose(1, [0.9, 0.8, 0.7]) == 4, "a step of 8 was measured as faster, but would be one of 4"
 
 
 def test_rows_without_proposals_count() -> None:
@@ -138,6 +146,42 @@ def test_text_that_copies_its_prompt_has_proposals_and_what_they_save_is_counted
     texts = [seq.prompt_token_ids * 6 for seq in seqs]
     assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 50, "single steps would be a hundred"
     assert stats.draft_seconds_saved > 30
+
+
+class Form:
+    """Forces the tokens of a text where it has even ones, up to the next odd one."""
+
+    def __init__(self, seq: Sequence, text: list[int]) -> None:
+        self.seq, self.text = seq, text
+
+    def forced(self) -> list[int]:
+        return [*takewhile(lambda token_id: token_id % 2 == 0, self.text[len(self.seq.token_ids) :])]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_what_a_form_forces_is_proposed_and_believed(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, seqs = EngineMetrics(), sequences(num_rows)
+    spec = Speculator(options_of("ngram", most=8), 8, True, stats)
+    texts = []
+    for seq in seqs:  # each odd token is followed by five even ones; none comes twice
+        numbers = itertools.count(10**6 * (1 + seq.seq_id), 2)
+        texts.append(seq.prompt_token_ids + [next(numbers) + (place % 6 == 0) for place in range(120)])
+        seq.constraint = cast(Any, Form(seq, texts[-1]))
+    assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 50
+    assert spec._of_forms.probability > 0.95
+
+
+def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
+    [seq] = sequences(1)
+    seq.token_ids.extend([1, 2, 3, 50, 51, 52, 53, 9, 1, 2, 3])
+    seq.constraint = cast(Any, Form(seq, [*seq.token_ids, 60, 62]))
+    spec = Speculator(options_of("suffix", most=4, suffix_decoding_max_spec_factor=2.0), 4, True, EngineMetrics())
+    spec.propose([seq])
+    assert spec._rows[seq].draft == [60, 62, 52, 53]
+    seq.token_ids.extend([60, 62, 7])
+    spec.propose([seq])
+    assert spec._of_forms.probability > FORM_PRIOR
+    assert spec._of_all.probability < 0.5
 
 
 def test_rows_with_a_users_function_never_propose(monkeypatch: pytest.MonkeyPatch) -> None:
