@@ -237,6 +237,13 @@ class EngineConfig:
         "that the chat template is written for. Where this option or response_template is given, structured outputs "
         "begin after the thought.",
     )
+    speculative_config: Mapping[str, Any] | None = neutral_option(
+        None,
+        "A dict, in JSON on the command line, that has tokens proposed: from texts that repeat themselves, and where a "
+        "form leaves no choice. It has vLLM's options for the methods 'ngram' and 'suffix', such as "
+        "num_speculative_tokens, the most for a row. "
+        "Tokens are as without it; proposals are made where steps have been found to pay for them.",
+    )
     trace: Converted[str | Path | None, str | None] = neutral_option(
         None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
     )
@@ -282,6 +289,11 @@ class EngineConfig:
 
             object.__setattr__(self, "response_template", as_response_template(self.response_template))
         object.__setattr__(self, "reasoning_config", _checked_reasoning(self.reasoning_config))
+        if self.speculative_config is not None:
+            from nanoinfer.speculative_config import as_speculative_config  # few ask for it
+
+            object.__setattr__(self, "speculative_config", as_speculative_config(self.speculative_config))
+            self._check_speculation()
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="
@@ -295,10 +307,21 @@ class EngineConfig:
             nearest = max(16, round(self.kvcache_block_size / 16) * 16)
             raise ConfigError(f"kvcache_block_size={self.kvcache_block_size} is no multiple of 16; use {nearest}")
 
+    def _check_speculation(self) -> None:
+        """Raise ConfigError for other options that exclude speculative_config."""
+        if self.runner == "pooling":
+            raise ConfigError("runner='pooling' generates nothing to be proposed; leave speculative_config out")
+        if self.distributed_executor_backend == "external_launcher" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"with distributed_executor_backend='external_launcher', {self.tensor_parallel_size} processes that "
+                "share a model must schedule the same steps, and speculative_config decides by the times of steps; "
+                "leave it out, or use tensor_parallel_size=1"
+            )
+
     @property
     def max_row_tokens(self) -> int:
         """The most tokens of a row that decode steps compute: its newest one, and those of a proposer."""
-        return 1
+        return 1 + (self.speculative_config["num_speculative_tokens"] if self.speculative_config else 0)
 
     def settings_of_answers(self) -> dict[str, Any]:
         """Return the options that answers depend on, where they are not the default; folders in one spelling."""

@@ -34,6 +34,7 @@ from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from nanoinfer.runner.device_runner import DeviceRunner
 from nanoinfer.runner.setup import RunnerInfo
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.speculation.speculator import make_speculator
 from nanoinfer.text.prompts import PromptProcessor
 from nanoinfer.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, read_stop_token_ids
 
@@ -164,6 +165,11 @@ def find_model(config: EngineConfig) -> ModelFiles:
         config = replace(config, enable_prefix_caching=False)
     if config.enable_return_routed_experts and model_config.moe is None:
         raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")
+    if config.speculative_config and model_config.refusal_reason is not None:
+        raise ConfigError(
+            f"{config.model} generates nothing ({model_config.refusal_reason}), and nothing can be proposed; leave "
+            "speculative_config out"
+        )
     generation_config = read_json(folder / "generation_config.json")
     return ModelFiles(config, folder, model_config, find_tokenizer(config, folder), generation_config)
 
@@ -189,6 +195,7 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
         constraints = files.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
         new_listener = partial(StepEventListener, device=runner.info.device)
         engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints, new_listener)
+        engine.proposer = make_speculator(config, runner.limits, engine.stats)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()

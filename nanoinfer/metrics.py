@@ -1,6 +1,8 @@
 """What an engine says of its work: its counts, and what each step did."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import NamedTuple
 
 from nanoinfer.outputs import html_table, short_repr, shown
@@ -17,6 +19,10 @@ class EngineMetrics:
     decode_tokens: tokens generated in decode steps; a request's first comes out of its prefill.
     num_preemptions: how often a request had to give its blocks up.
     num_snapshots: recurrent states that are kept for prefix hits, of models that have any.
+    num_drafts: rows of a step for which tokens were proposed, with speculative_config.
+    num_draft_tokens: those tokens; num_accepted_tokens: those that were right and wanted;
+    num_accepted_tokens_per_pos: the same for the first proposal of a row, the second, ...
+    draft_seconds_saved: what proposals have saved, by the times that plain steps and those with proposals take.
     prefill_seconds, decode_seconds: of the steps, from launch to collection; where steps overlap, the time counts once.
     """
 
@@ -33,6 +39,11 @@ class EngineMetrics:
     num_used_blocks: int = 0
     num_blocks: int = 0
     num_snapshots: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    draft_seconds_saved: float = 0.0
 
     __repr__ = short_repr
 
@@ -48,10 +59,22 @@ class EngineMetrics:
             self.decode_tokens += num_generated
             self.decode_seconds += seconds
 
+    def count_drafts(self, num_proposed: list[int], num_accepted: list[int]) -> None:
+        """Count proposals for each row of a step, and accepted ones by place: the first of a row, the second, ..."""
+        self.num_drafts += sum(map(bool, num_proposed))
+        self.num_draft_tokens += sum(num_proposed)
+        self.num_accepted_tokens += sum(num_accepted)
+        self.num_accepted_tokens_per_pos = sum_by_place([self.num_accepted_tokens_per_pos, num_accepted])
+
     @property
     def prefix_hit_rate(self) -> float:
         """Return the share of the prompts' tokens that came from the prefix cache."""
         return self.cached_tokens / max(1, self.num_prompt_tokens)
+
+
+def sum_by_place(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the sums of the first counts, of the second ones, and so on, where there are such."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 class RequestChange(NamedTuple):
@@ -101,6 +124,8 @@ class StepEvent:
     num_free_blocks: int  # blocks that can be handed out; free and used ones are all there are
     changes: tuple[RequestChange, ...]  # what happened to requests since the event before, in order
     replica: int = 0  # whose step it was; each counts its own
+    num_draft_tokens: int = 0  # proposed beside the newest token of the sequences that decode
+    num_accepted_tokens: int = 0  # of those, the ones that were right and wanted
 
     @property
     def host_seconds(self) -> float:

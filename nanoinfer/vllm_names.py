@@ -35,8 +35,8 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         default_mm_loras hf_config_path kv_events_config kv_transfer_config
         limit_mm_per_prompt lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
         max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
-        num_speculative_tokens override_generation_config pooler_config quantization_param_path
-        scheduler_cls speculative_config speculative_model tokenizer_revision worker_cls worker_extension_cls
+        override_generation_config pooler_config quantization_param_path
+        scheduler_cls tokenizer_revision worker_cls worker_extension_cls
     """: (),
 }
 CHUNKS = "prompts above max_num_batched_tokens are always computed in chunks"
@@ -58,6 +58,7 @@ LLM_NAMES: Foreigners = {
     "num_gpu_blocks_override": "num_kvcache_blocks",
     "async_scheduling": "overlap",
     "torch_dtype": "dtype",
+    **dict.fromkeys(("num_speculative_tokens", "speculative_model"), "speculative_config"),
     "reasoning_parser": "response_template",
     "tool_call_parser": "response_template",
     "rope_scaling": "hf_overrides={'rope_scaling': ...}",

@@ -60,6 +60,9 @@ class KnownTexts:
         self._may_differ = may_differ
         self.num_proposed = 0
 
+    def waits(self, seqs: list[Sequence]) -> bool:
+        return True
+
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
         proposed = [self._of(seq) for seq in seqs]
         self.num_proposed += sum(map(len, proposed))

@@ -144,7 +144,7 @@ def test_an_unknown_option_is_a_type_error_that_names_a_similar_one_and_lists_al
         ("rope_scaling", {"factor": 2.0}, "did you mean \"hf_overrides={'rope_scaling': ...}\"? "),
         ("swap_space", 4, "preempted sequences are computed again, and nothing is swapped; use 0, or leave it out. "),
         ("disable_log_stats", False, "get_metrics has the statistics, and nothing logs them; use True, or leave it"),
-        ("speculative_config", {"method": "ngram"}, "nanoinfer does not support it. "),
+        ("speculative_model", "draft", "did you mean 'speculative_config'? "),
         ("pipeline_parallel_size", 2, "nanoinfer does not support it. "),
         ("task", "embed", "runner='pooling' embeds, and a head is what the architecture says; use 'auto' or 'gene"),
         ("logits_processors", [max], "functions of one request are SamplingParams(logits_processors=[...]). "),

@@ -26,6 +26,7 @@ EVERYBODY = {
     "flat_logprobs",
     "structured_outputs",
     "responses",
+    "speculative_config",
     "option_fields",
     "sampling_params",
     "pooling_params",
@@ -48,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "before_torch": set(),
     "errors": set(),
     "vllm_names": {"errors"},
-    "config": {"errors", "vllm_names", "structured_outputs", "responses"},
+    "config": {"errors", "vllm_names", "structured_outputs", "responses", "speculative_config"},
     "device": {"errors"},
     "step_threads": {"device"},
     "garbage": set(),
@@ -56,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"outputs"},
     "flat_logprobs": {"outputs"},
     "structured_outputs": {"errors"},
+    "speculative_config": {"errors"},
     "option_fields": {"errors"},
     "sampling_params": {"errors", "vllm_names", "structured_outputs", "option_fields"},
     "pooling_params": {"errors", "option_fields"},
@@ -67,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": EVERYBODY,
     "constraints": PLANNERS | {"text", "progress", "engine.token_masks", "engine.stopping"},
     "engine": PLANNERS | {"text"},
+    "speculation": PLANNERS | {"engine"},
     "ops": EVERYBODY,
     "distributed": EVERYBODY | {"ops"},
     "quantization": EVERYBODY | {"ops", "distributed"},
@@ -82,7 +85,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY
-    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"},
+    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"}
+    | {"speculation"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}

@@ -13,6 +13,7 @@ from nanoinfer.bench.workloads import EMBEDDERS, LOADS, SIZES
 from nanoinfer.cli import Layout, add_engine_options
 from nanoinfer.config import DTYPES, QUANTIZATIONS
 from nanoinfer.errors import NanoinferError
+from nanoinfer.speculative_config import METHODS
 
 NAMES = LOADS["cuda"].keys()
 WHICH_LOADS = """\
@@ -71,6 +72,7 @@ def add_parser(subparsers: Any) -> None:
     host = add("host", "host.run", "time what steps and prompts cost the host alone")
     turns = add("turns", "fresh_processes.run_turns", "time this version and other checkouts in turns", WHICH_LOADS)
     on_policy = add("on-policy", "on_policy.run", "compare log-probabilities with a trainer's forward pass")
+    rewriting = add("rewriting", "rewriting.run", "time proposals (speculative_config) on texts that repeat themselves")
     report = add("report", "report.run", "print one Markdown table of the figures that --json wrote")
 
     report.add_argument(
@@ -94,6 +96,14 @@ def add_parser(subparsers: Any) -> None:
     kernels.add_argument(
         "--quantization", choices=("fp8", "int4"), help="time products in fewer bits; of FP8 experts, too"
     )
+    which = rewriting.add_mutually_exclusive_group()
+    which.add_argument("--size", choices=SIZES, help="random weights of a size (Qwen3-0.6B on a GPU)")
+    which.add_argument("--model", **checkpoint)
+    rewriting.add_argument("--method", choices=METHODS, default="suffix", help="of speculative_config (suffix)")
+    tokens: dict[str, Any] = {"type": positive, "default": 8, "metavar": "N", "help": "the most for a row (8)"}
+    rewriting.add_argument("--num-speculative-tokens", **tokens)
+    rewriting.add_argument("--seed", type=int, default=0, help="of the texts (0)")
+    rewriting.set_defaults(quantization=None)
     for parser in (throughput, trace):
         parser.add_argument("--load", choices=NAMES, default="default", help="see below (default)")
         for option, what in SIZE_OPTIONS.items():
@@ -124,7 +134,7 @@ def add_parser(subparsers: Any) -> None:
     )
     embed.add_argument("--max-num-seqs", type=positive, default=512, metavar="N", help="the most texts of a step (512)")
     embed.add_argument("--seed", type=int, default=0, help="seed of weights and texts (0)")
-    for parser in (throughput, loads, text, trace, start, host, on_policy, embed, turns):
+    for parser in (throughput, loads, text, trace, start, host, on_policy, rewriting, embed, turns):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 

@@ -135,7 +135,8 @@ def load_nanoinfer(model: Model, options: dict[str, Any], args: argparse.Namespa
 
     def metrics() -> dict[str, float]:
         totals = asdict(llm.get_metrics())
-        for name in ("num_used_blocks", "num_blocks", "num_snapshots", "replicas"):  # which are no totals
+        no_totals = "num_used_blocks", "num_blocks", "num_snapshots", "replicas", "num_accepted_tokens_per_pos"
+        for name in no_totals:
             totals.pop(name, None)
         return totals
 

@@ -395,6 +395,12 @@ class SampleConstraint:
         # What the library has against a token would stay in the sample's own matcher.
         return int(self.matcher.deep_copy().validate_tokens([*proposals]))
 
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that a grammar leaves no choice about, or that close a thought."""
+        if self.thinking is not None:
+            return self.thinking.forced
+        return [] if self.matcher is None or self.error is not None else self.matcher.compute_ff_tokens()
+
     def fork(self) -> "SampleConstraint":
         """Return a copy that may follow tokens of which this does not know yet."""
         fork = copy.copy(self)

@@ -27,6 +27,8 @@ STEP_TIMES = ("started", "launched", "arrived", "ended")
 STEP_COUNTS = (
     "num_prefill_tokens",
     "num_decode_tokens",
+    "num_draft_tokens",
+    "num_accepted_tokens",
     "num_running",
     "num_waiting",
     "num_preempted",

@@ -45,6 +45,7 @@ class OpenStep:
     batch: ScheduledBatch
     facts: dict[str, Any]  # fields of its StepEvent, as they become known
     changes: list[RequestChange]  # what the step itself does to requests
+    lengths: list[int]  # of the sequences for which tokens are proposed, without these
     start: torch.cuda.Event | None = None  # on a GPU: right before and right after its work
     end: torch.cuda.Event | None = None
 
@@ -90,6 +91,7 @@ class StepEventListener(Listener):
             "started": started,
             "num_prefill_tokens": batch.num_prefill_tokens,
             "num_decode_tokens": len(batch.decode),
+            "num_draft_tokens": sum(map(len, batch.proposals)),
             "num_running": len(scheduler.running),
             "num_waiting": scheduler.num_waiting,
             "num_preempted": sum(seq.status is SequenceStatus.WAITING for seq in self._preempted.values()),
@@ -99,8 +101,9 @@ class StepEventListener(Listener):
             "num_free_blocks": manager.num_free_blocks,
         }
         self._num_steps += 1
+        lengths = [len(seq.token_ids) for seq in batch.decode] if batch.num_tokens > 1 else []
         start = self._timer.mark() if self._timer else None
-        self._launched.append(OpenStep(batch, facts, changes, start))
+        self._launched.append(OpenStep(batch, facts, changes, lengths, start))
 
     def launched(self, batch: ScheduledBatch) -> None:
         for step in self._launched:
@@ -111,7 +114,9 @@ class StepEventListener(Listener):
     def collected(self, batch: ScheduledBatch, arrived: float) -> None:
         for step in [step for step in self._launched if step.batch is batch]:
             self._launched.remove(step)
+            grown = [len(seq.token_ids) - length for seq, length in zip(batch.decode, step.lengths, strict=False)]
             step.facts |= {"arrived": arrived, "ended": perf_counter()}
+            step.facts["num_accepted_tokens"] = sum(num_new - 1 for num_new in grown if num_new > 0)
             self._collected.append(step)
 
     def failed(self) -> None:

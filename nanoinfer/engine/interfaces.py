@@ -86,6 +86,15 @@ class RunnerLimits:
         return max(max_num_batched_tokens, self.max_row_tokens)
 
 
+def row_sizes(max_row_tokens: int) -> list[int]:
+    """Return how many tokens a row may have in decode steps with proposals: the newest one, and 1, 2, 4, ... others.
+
+    These are few numbers, because each has CUDA graphs of its own.
+    """
+    most = max_row_tokens - 1
+    return [1 + number for number in sorted({*(1 << n for n in range(most.bit_length())), most} - {0})]
+
+
 class Runner(Protocol):
     """Runs steps, on one device or on several: a DeviceRunner, a ParallelRunner, or a fake one in tests."""
 

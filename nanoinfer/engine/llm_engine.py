@@ -273,7 +273,7 @@ class LLMEngine(Engine):
             if token_ids[batch_idx] == NO_TOKEN:
                 step.batch.sampled[batch_idx // step.batch.num_tokens].error = error
         num_wanted = 0
-        for batch, its_token_ids, wanted in drawn_one_by_one(step.batch, token_ids):
+        for batch, its_token_ids, wanted in drawn_one_by_one(step.batch, token_ids, self.stats):
             self._note_finished(self.scheduler.update(batch, its_token_ids))
             for output in step.handle.side_outputs:
                 output.collected(step.batch, self._requests, wanted)

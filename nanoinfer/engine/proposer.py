@@ -5,9 +5,10 @@ position, so that it is the one that single steps would draw if the proposals be
 what was drawn there. So the tokens are those of single steps, whoever proposes. A wrong proposal costs time and leaves
 no trace: what it wrote lies behind the known tokens, and is written again.
 
-A proposer has to know all tokens of a sequence, so a decode step waits until the step before it is collected. Proposals
-take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected one by one, as if a step of its
-own had drawn each. So whatever ends a sequence, or is told of tokens, knows of single steps alone.
+A proposer has to know all tokens of a sequence, so a step with proposals waits until the step before it is collected.
+The proposer says which steps are worth it; `nanoinfer/speculation` has the one that `speculative_config` asks for.
+Proposals take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected one by one, as if a
+step of its own had drawn each. So whatever ends a sequence, or is told of tokens, knows of single steps alone.
 """
 
 import collections.abc as abc
@@ -16,9 +17,11 @@ from itertools import compress
 from typing import Protocol
 
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.interfaces import row_sizes
 from nanoinfer.engine.prefix_sharers import split_sharers
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.metrics import EngineMetrics
 from nanoinfer.token_ids import NOT_COUNTED
 
 
@@ -27,8 +30,18 @@ class Proposer(Protocol):
 
     max_num_tokens: int  # the most tokens that it proposes for a sequence: the engine's memory is sized by it
 
+    def waits(self, seqs: list[Sequence]) -> bool:
+        """Return whether the next decode step waits until the one in flight is collected, to have proposals.
+
+        seqs: all that run. It is asked only if the step in flight has none.
+        """
+
     def propose(self, seqs: list[Sequence]) -> abc.Sequence[abc.Sequence[int]]:
-        """Return the ids of the tokens that each sequence may go on with, maybe none. All its tokens are known."""
+        """Return the ids of the tokens that each sequence may go on with, maybe none; nothing if no sequence has any.
+
+        It is asked in each decode step. All tokens are known, except where `waits` has just returned False: then
+        nothing can be proposed.
+        """
 
 
 def add_proposals(
@@ -44,8 +57,9 @@ def add_proposals(
     max_prefix_sharers: the most rows of one token that read a shared prefix at once.
     """
     batch.proposals = [_take(batch, seq, proposed[seq][: max_row_tokens - 1], manager) for seq in batch.decode]
-    batch.num_tokens = num_tokens = 1 + max(map(len, batch.proposals), default=0)
-    if num_tokens > 1:
+    longest = 1 + max(map(len, batch.proposals), default=0)
+    if longest > 1:
+        batch.num_tokens = num_tokens = next(size for size in row_sizes(max_row_tokens) if size >= longest)
         batch.prefix_sharers = split_sharers(batch.prefix_sharers, max_prefix_sharers // num_tokens)
 
 
@@ -63,13 +77,13 @@ def _take(batch: ScheduledBatch, seq: Sequence, ids: abc.Sequence[int], manager:
 
 
 def drawn_one_by_one(
-    batch: ScheduledBatch, token_ids: list[int]
+    batch: ScheduledBatch, token_ids: list[int], stats: EngineMetrics
 ) -> Iterator[tuple[ScheduledBatch, list[int], list[bool]]]:
     """Yield the tokens that a step has drawn, at most one of each sequence at a time, as steps for `Scheduler.update`.
 
     Each comes with its token ids, and with which of all tokens of the step are in it and wanted: those of sequences
     that were still running. If rows have several tokens, all first ones come first, then those second ones that count,
-    and so on. What has finished with a token gets none of the later ones.
+    and so on. What has finished with a token gets none of the later ones. stats: where proposals are counted.
     """
     num_tokens = batch.num_tokens
     if num_tokens == 1:
@@ -80,6 +94,7 @@ def drawn_one_by_one(
         num_counted = num_tokens - token_ids[row * num_tokens : (row + 1) * num_tokens].count(NOT_COUNTED)
         seq.num_computed_tokens = len(seq.token_ids) - 1 + num_counted
         seq.num_pending_tokens = 0
+    num_accepted = []
     for token in range(num_tokens):
         wanted = [
             index % num_tokens == token and token_id != NOT_COUNTED and seq.status is SequenceStatus.RUNNING
@@ -88,4 +103,6 @@ def drawn_one_by_one(
         seqs = [*compress(sampled, wanted)]
         for seq in seqs:
             seq.num_pending_tokens = 1
+        num_accepted.append(len(seqs))
         yield ScheduledBatch(decode=seqs, sampled=seqs), [*compress(token_ids, wanted)], wanted
+    stats.count_drafts([*map(len, batch.proposals)], num_accepted[1:])

@@ -336,9 +336,9 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool, proposer: Proposer | None) -> ScheduledBatch:
         """Schedule one token for each running sequence; while blocks are short, the last in order are preempted.
 
-        With a proposer they may be several tokens, which wait until the step in flight is collected.
+        With proposals they are several tokens. Such a step, and the one after it, waits for the step in flight.
         """
-        if in_flight and (proposer is not None or self._has_proposals):  # how long rows are is not known yet
+        if in_flight and (self._has_proposals or (proposer is not None and proposer.waits(self.running))):
             return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [
@@ -355,7 +355,7 @@ class Scheduler:
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
-        proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=True))
+        proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=False))
         manager.extend(batch, needy)
         for seq in decode:
             seq.num_computed_tokens += 1

@@ -44,6 +44,9 @@ class Constraint(Protocol):
     def num_allowed(self, proposals: Sequence[int]) -> int:
         """Return how many of these tokens, from the first one on, may follow as far as that is found out fast."""
 
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that have to follow, as far as that is found out fast."""
+
 
 class CompiledConstraint(Protocol):
     """Makes the constraint of each sample of one request, whose options are checked and compiled."""

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nanoinfer.executor.processes import EXIT_SECONDS, EXPLANATION_SECONDS, Failure, Workers
-from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
+from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent, sum_by_place
 from nanoinfer.replicas.replica_messages import Reply
 
 
@@ -67,8 +67,11 @@ class ReplicaMetrics(EngineMetrics):
 
 def sum_metrics(replicas: list[EngineMetrics]) -> ReplicaMetrics:
     names = [item.name for item in fields(EngineMetrics)]
-    sums = {name: sum(getattr(one, name) for one in replicas) for name in names}
-    for name in ("prefill_seconds", "decode_seconds"):
+    columns = {name: [getattr(one, name) for one in replicas] for name in names}
+    by_place = sum_by_place(columns.pop("num_accepted_tokens_per_pos"))
+    sums: dict[str, Any] = {name: sum(column) for name, column in columns.items()}
+    sums["num_accepted_tokens_per_pos"] = by_place
+    for name in ("prefill_seconds", "decode_seconds", "draft_seconds_saved"):
         sums[name] /= len(replicas)
     return ReplicaMetrics(**sums, replicas=replicas)
 

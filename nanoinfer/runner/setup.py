@@ -17,7 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, RecurrentStateSpec, num_snapshots
-from nanoinfer.engine.interfaces import RunnerLimits
+from nanoinfer.engine.interfaces import RunnerLimits, row_sizes
 from nanoinfer.errors import ConfigError
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -212,8 +212,9 @@ class Setup:
                 graphs.replay(DecodeBatch(rows, None, num_tokens, torch.ones_like(rows)))
             return graphs
 
-        if num_tokens > 1:  # steps may have any number of tokens a row up to this
-            count = max(count, len(several_tokens_graph_sizes(sizes)) * (num_tokens - 1))
+        if num_tokens > 1:
+            num_several = len(several_tokens_graph_sizes(sizes)) * len(row_sizes(num_tokens))
+            count = max(count, num_several * (1 + shares_prefixes))
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 

@@ -100,6 +100,22 @@ def test_each_line_has_the_mask_of_a_sample_that_got_the_proposals_before_it(num
     assert min(num_right, num_wrong) > 10
 
 
+def test_forced_tokens_are_those_that_masks_leave() -> None:
+    """Asking for them changes no mask."""
+    constraints, params = new_constraints(), [params_of(options) for options in OPTIONS]
+    num_forced = 0
+    for one, (text, _, _) in zip(params, draw(constraints, params, seed=3, max_tokens=20), strict=True):
+        sample, unasked = sample_after(constraints, one, []), sample_after(constraints, one, [])
+        for token_id in text:
+            forced = [*sample.forced()]
+            masks, expected = constraints.masks([sample]), constraints.masks([unasked])
+            assert of_line(masks, 0) == of_line(expected, 0)
+            assert not forced or allowed(masks) == {forced[0]}
+            num_forced += len(forced)
+            assert sample.append(token_id) == unasked.append(token_id)
+    assert num_forced > 5
+
+
 def test_masks_of_lines_come_in_memory_of_the_step() -> None:
     allocated: list[Any] = []
 

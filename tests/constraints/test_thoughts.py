@@ -149,9 +149,10 @@ def test_proposals_are_masked_as_tokens_one_by_one_would_be() -> None:
         masks = constraints.masks([sample], [proposals], 7)
         single = start_of(constraints, prompt, **options)
         for line, proposal in enumerate([*proposals, None]):
-            expected = allowed(constraints.masks([single]))
+            expected, forced = allowed(constraints.masks([single])), [*single.forced()]
             assert allowed(masks, line) == expected
-            num_forced += len(expected) == 1
+            assert not forced or expected == {forced[0]}
+            num_forced += len(forced) > 0
             if proposal not in expected or single.append(proposal):
                 break
         assert sample.token_ids == []

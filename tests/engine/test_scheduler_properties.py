@@ -20,6 +20,7 @@ from nanoinfer.engine.proposer import drawn_one_by_one
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.metrics import EngineMetrics
 from nanoinfer.token_ids import NO_TOKEN
 from tests.engine.helpers import (
     FakeDevice,
@@ -74,6 +75,9 @@ class RandomProposer:
 
     def __init__(self, random: Random) -> None:
         self.random = random
+
+    def waits(self, seqs: list[Sequence]) -> bool:
+        return True
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
         return [self.of(seq) for seq in seqs]
@@ -264,7 +268,7 @@ class History:
                     self.resumed |= {seq.seq_id for batch in batches for seq in self.seqs_of(batch)}
                 self.in_flight.clear()
                 return
-            for *drawn, _ in drawn_one_by_one(*self.in_flight.pop(0)):
+            for *drawn, _ in drawn_one_by_one(*self.in_flight.pop(0), EngineMetrics()):
                 self.check_answers(self.scheduler.update(*drawn))
                 self.stop([seq for seq in drawn[0].sampled if self.random.random() < self.stopping])
 

@@ -1,0 +1,101 @@
+"""Decides in each step whether proposals pay, and how many, by what steps have cost so far.
+
+A step with proposals costs more in two ways. It computes more tokens, and it waits for the tokens before it, so nothing
+of the host's work is hidden behind the device's. Both are in the time from one step's schedule to the next one's, which
+is measured as steps come: for plain steps, and relative to these for steps with proposals, by the numbers of rows and
+of tokens. Until such steps have been measured twice, their cost is a guess that invites a trial.
+"""
+
+from collections import deque
+
+from nanoinfer.engine.interfaces import row_sizes
+
+NUM_KEPT = 5  # measurements of a kind of step; their median counts
+NUM_NEEDED = 2  # before that, captures of graphs and compilations would be believed
+MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
+GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
+GUESSED_ROWS = 1024  # of so many tokens more, a step is guessed to take twice as long
+NUM_TRUSTED = 4.0  # proposals that a row is believed by; the rest is what all rows say
+
+
+class Acceptance:
+    """Estimates the probability that a proposal is right if those before it are, by what happened lately.
+
+    decay: how much of what is known counts after one more proposal.
+    """
+
+    def __init__(self, prior: float = 0.5, decay: float = 0.95) -> None:
+        self._num_right, self._num_judged = prior * NUM_TRUSTED, NUM_TRUSTED
+        self._decay = decay
+
+    @property
+    def probability(self) -> float:
+        return self._num_right / self._num_judged
+
+    def judge(self, num_right: int, num_judged: int, prior: float) -> None:
+        """Note that of a row's proposals so many were judged, one after the other, and so many were right."""
+        decay = self._decay**num_judged
+        self._num_right = decay * self._num_right + num_right + (1 - decay) * NUM_TRUSTED * prior
+        self._num_judged = decay * self._num_judged + num_judged + (1 - decay) * NUM_TRUSTED
+
+
+class Controller:
+    """Chooses how many tokens are proposed for each row of a step.
+
+    most: proposals of a row. Counts of rows are taken together up to the next power of two.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.choices = [size - 1 for size in row_sizes(most + 1)]
+        self._plain: dict[int, deque[float]] = {}  # seconds, by number of rows
+        self._ratios: dict[tuple[int, int], deque[float]] = {}  # to a plain step; by rows and proposals of a row
+
+    def note_plain(self, num_rows: int, seconds: float) -> None:
+        """Note the time of a plain step."""
+        self._plain.setdefault(_size(num_rows), deque(maxlen=NUM_KEPT)).append(seconds)
+
+    def note(self, num_rows: int, num_proposals: int, seconds: float) -> None:
+        """Note the time of a step that has waited, and has so many proposals a row."""
+        if (plain := self.plain_seconds(num_rows)) is not None:
+            key = (_size(num_rows), num_proposals)
+            self._ratios.setdefault(key, deque(maxlen=NUM_KEPT)).append(seconds / plain)
+
+    def plain_seconds(self, num_rows: int) -> float | None:
+        """Return what a plain step of so many rows takes; None before that is known."""
+        return _median(self._plain.get(_size(num_rows), ()))
+
+    def cost(self, num_rows: int, num_proposals: int) -> float:
+        """Return what a step with so many proposals a row takes, relative to a plain one."""
+        size, more = _size(num_rows), num_rows / GUESSED_ROWS
+        if (known := _median(self._ratios.get((size, num_proposals), ()))) is not None:
+            return known
+        for fewer in reversed([one for one in (0, *self.choices) if one < num_proposals]):
+            if (known := _median(self._ratios.get((size, fewer), ()))) is not None:
+                return known + more * (num_proposals - fewer)
+        return GUESSED_WAIT + more * num_proposals
+
+    def choose(self, num_rows: int, expected: list[float]) -> int:
+        """Return how many tokens to propose for each row; 0 if a plain step is better.
+
+        expected: how many rows are expected to have a right proposal in the first place, in the second, and so on; as
+        long as the longest draft.
+        """
+        best, best_speed = 0, MIN_GAIN
+        if num_rows == 0 or self.plain_seconds(num_rows) is None:
+            return 0
+        for choice in self.choices:
+            speed = (1 + sum(expected[:choice]) / num_rows) / self.cost(num_rows, choice)
+            if speed > best_speed:
+                best, best_speed = choice, speed
+            if choice >= len(expected):
+                break  # larger steps would have no more proposals
+        return best
+
+
+def _size(num_rows: int) -> int:
+    """Return the least power of two that is not below."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+def _median(values: "deque[float] | tuple[()]") -> float | None:
+    return sorted(values)[(len(values) - 1) // 2] if len(values) >= NUM_NEEDED else None

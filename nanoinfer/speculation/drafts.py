@@ -1,0 +1,195 @@
+"""Finds what a text may go on with: copies of what followed its last tokens elsewhere.
+
+`TextDrafts` follows one sequence. Where the text repeats another place, it points at the token that would come next
+there, and moves on as tokens are drawn. A text that is rewritten differs from its source now and then. So the pointer
+survives one token that differs: instead of one of the source, before one, or where one of the source is left out. After
+more of them the text is looked up, and a copy that has ended is resumed by a single token that stands a little further
+on in the source.
+
+Two methods look up. "ngram" takes the place with the longest match, as prompt lookup does (Saxena, 2023). "suffix" is
+suffix decoding (Oliaro et al., 2024, arXiv 2411.04975): of the places with a match of some length, as many as went on
+with a token make its probability; the length whose tokens have the largest sum of probabilities wins, among places in
+the text itself and in earlier answers. The published method keeps trees of all suffixes. Here the newest `MAX_PLACES`
+places with the same last tokens stand for all, which needs a dict alone.
+"""
+
+from array import array
+from collections import Counter
+from contextlib import suppress
+from itertools import islice
+from typing import NamedTuple
+
+from nanoinfer.speculation.text_index import END, TextIndex, num_equal
+from nanoinfer.speculative_config import SpeculativeOptions
+
+MIN_MATCH = 3  # of "suffix": fewer equal tokens say little, and are found everywhere
+SURE_MATCH = 8  # equal tokens from which on one that differs does not send the text to other places
+MAX_REPLACED = 32  # tokens within which a copy that has ended is resumed by one equal token
+MAX_PLACES = 16  # that are compared in a lookup
+MAX_CACHED_TOKENS = 2**19  # of earlier answers, in both halves together: they take some 60 MB
+NO_TEXT = array("i")
+
+
+class Draft(NamedTuple):
+    """Tokens that may come next. score: how many of them are expected to."""
+
+    token_ids: list[int]
+    score: float
+
+
+class EarlierAnswers:
+    """Keeps the newest answers of the engine for "suffix".
+
+    Two indices take turns: when one is full, the other, which is older, is dropped.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+        self._num_answers = 0  # in the newer half
+        self.halves = [TextIndex(array("i"), MIN_MATCH)]
+
+    def add(self, token_ids: "array[int]") -> None:
+        half = self.halves[0]
+        is_full = len(half.tokens) + len(token_ids) > self._max_tokens // 2
+        if self._num_answers >= max(1, self._max_requests // 2) or (is_full and half.tokens):
+            half, self._num_answers = TextIndex(array("i"), MIN_MATCH), 0
+            self.halves = [half, self.halves[0]] if self._max_requests > 1 else [half]
+        if self._max_requests > 0:
+            half.tokens.extend(token_ids[-self._max_tokens // 2 :])
+            half.tokens.append(END)
+            half.extend()
+            self._num_answers += 1
+
+
+class TextDrafts:
+    """Follows the text of one sequence, and says what it may go on with.
+
+    token_ids: the text; it grows, and `follow` is called then. answers: where "suffix" looks, too.
+    """
+
+    def __init__(self, options: SpeculativeOptions, token_ids: "array[int]", answers: EarlierAnswers) -> None:
+        self._is_suffix = options.method == "suffix"
+        self._options, self._answers = options, answers
+        self._max_match = options.suffix_decoding_max_tree_depth if self._is_suffix else options.prompt_lookup_max
+        min_match = min(MIN_MATCH, self._max_match) if self._is_suffix else options.prompt_lookup_min
+        self._index = TextIndex(token_ids, min_match)
+        self._index.extend()
+        self._num_followed = len(token_ids)
+        # Where the text is being copied from: places in one text, the newest first, each at what would come next.
+        self._source, self._places = NO_TEXT, [0][:0]
+        self._num_matched = 0  # tokens before the places that are equal
+        self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
+        self._has_missed = False  # whether the newest token was not that of the source
+        self._left_at = self._num_since = 0  # where in the source the copy ended; tokens that came since
+
+    def follow(self) -> None:
+        """Take in the tokens that were appended to the text."""
+        tokens = self._index.tokens
+        for token_id in tokens[self._num_followed :]:
+            self._num_since += 1
+            if self._places:
+                self._move(token_id)
+        self._num_followed = len(tokens)
+        self._index.extend()
+
+    def draft(self, most: int) -> list[int]:
+        """Return at most so many tokens that may come next."""
+        if not self._places or (self._has_missed and self._num_trusted < SURE_MATCH):
+            self._look_up(most)
+        if not self._places:
+            self._resume()
+        if not self._places:
+            return []
+        return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
+
+    def _limited(self, most: int, num_matched: int) -> int:
+        """Return how many tokens may be proposed after so many that are equal."""
+        factor = self._options.suffix_decoding_max_spec_factor
+        return min(most, int(num_matched * factor)) if self._is_suffix else most
+
+    def _move(self, token_id: int) -> None:
+        """Follow the source by one token of the text."""
+        source, places = self._source, self._places
+        if goes_on := [place + 1 for place in places if place < len(source) and source[place] == token_id]:
+            self._places, self._has_missed = goes_on, False
+            self._num_matched += 1
+            self._num_trusted = min(self._num_trusted + 1, self._max_match)
+            return
+        place, missed_before = places[0], self._has_missed
+        self._has_missed = False
+        if not missed_before and self._num_matched > 1:
+            self._left_at, self._num_since = place, 0
+        if place + 1 < len(source) and source[place + 1] == token_id:  # the source has one token more
+            self._places = [place + 2]
+        elif not missed_before and self._num_matched > 1:  # as if this token took the place of one of the source
+            self._places, self._has_missed = [place + 1], True
+        elif missed_before and source[place - 1] == token_id:  # the one before this was one more than the source has
+            self._places = [place]
+        else:
+            self._places = []
+
+    def _resume(self) -> None:
+        """Point to the newest token a little after the place where the copy ended, if it is there."""
+        source, tokens = self._source, self._index.tokens
+        if self._num_trusted and self._num_since <= MAX_REPLACED:
+            end = min(self._left_at + MAX_REPLACED, len(source) - (source is tokens))
+            with suppress(ValueError):
+                self._places = [source.index(tokens[-1], self._left_at, end) + 1]
+                self._num_matched, self._has_missed = 1, False
+
+    def _look_up(self, most: int) -> None:
+        """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
+        best = 0.0
+        halves = self._answers.halves if self._is_suffix else []
+        for index in (self._index, *halves):
+            text, other = self._index.tokens, index.tokens
+            places = [*islice(index.places(text), MAX_PLACES)]
+            if not places:
+                continue
+            matched = [num_equal(text, other, place, self._max_match) for place in places]
+            if not self._is_suffix:
+                best_match = max(matched)
+                self._point(other, [places[matched.index(best_match)]], best_match)
+                return
+            for length in sorted({*matched}, reverse=True):
+                equal = [place for place, its in zip(places, matched, strict=True) if its >= length]
+                if (score := self._go_on(other, equal, self._limited(most, length)).score) > best:
+                    best = score
+                    self._point(other, equal, length)
+
+    def _point(self, source: "array[int]", places: list[int], num_matched: int) -> None:
+        self._source, self._places, self._has_missed = source, places, False
+        self._num_matched = self._num_trusted = num_matched
+
+    def _go_on(self, source: "array[int]", places: list[int], most: int) -> Draft:
+        """Return what most of these places in a text go on with, as long as it is likely."""
+        token_ids: list[int] = []
+        probability, score = 1.0, 0.0
+        if len(places) > 1 and len({source[place : place + most].tobytes() for place in places}) == 1:
+            places = places[:1]
+        while len(places) > 1 and len(token_ids) < most:
+            nexts = Counter(source[place] for place in places if place < len(source) and source[place] != END)
+            token_id, count = nexts.most_common(1)[0] if nexts else (END, 0)
+            probability *= count / len(places)
+            if probability == 0.0 or probability < self._options.suffix_decoding_min_token_prob:
+                return Draft(token_ids, score)
+            token_ids.append(token_id)
+            score += probability
+            places = [place + 1 for place in places if place < len(source) and source[place] == token_id]
+        if places and (num_left := most - len(token_ids)) > 0:
+            rest = self._read(source, places[0], num_left, token_ids)
+            token_ids += rest
+            score += probability * len(rest)
+        return Draft(token_ids, score)
+
+    def _read(self, source: "array[int]", place: int, most: int, before: list[int]) -> list[int]:
+        """Return what follows a place. At the end of the text itself, that is what is drafted for it (`before`)."""
+        token_ids = source[place : place + most].tolist()
+        if END in token_ids:
+            return token_ids[: token_ids.index(END)]
+        if source is self._index.tokens and token_ids:
+            num_read, whole = len(token_ids), before + token_ids
+            for index in range(most - num_read):
+                whole.append(whole[index])
+            token_ids = whole[len(before) :]
+        return token_ids

@@ -1,0 +1,204 @@
+"""The engine's Proposer: drafts for each row, if the controller finds that they pay.
+
+Where many rows run, only a few are watched until their texts promise a gain: to index the prompts of all would take
+time. Watched rows are drafted for while plain steps overlap, and their drafts are judged by the tokens that come. So
+text that repeats nothing costs next to nothing, and its steps overlap as without a proposer.
+
+A form, such as a JSON schema, leaves no choice about many tokens. These are proposed before what the text repeats.
+"""
+
+import logging
+import math
+import time
+from array import array
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.interfaces import RunnerLimits
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.metrics import EngineMetrics
+from nanoinfer.speculation.controller import Acceptance, Controller
+from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
+from nanoinfer.speculation.text_index import num_right
+from nanoinfer.speculative_config import SpeculativeOptions
+
+logger = logging.getLogger("nanoinfer")
+
+MAX_WATCHED = 8  # rows, while proposals do not pay
+SLOW_DECAY = 0.998  # of what all rows together say about drafts
+FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
+
+
+class DraftedRow:
+    """A sequence, what it may go on with, and how often that was right.
+
+    draft: as of the tokens that `drafts` has followed. num_forced: how many of its tokens, from the first one on, the
+    sequence's form leaves no choice about. They take the place of as many that the text would repeat.
+    """
+
+    def __init__(self, seq: Sequence, drafts: TextDrafts, prior: float) -> None:
+        self.seq, self.drafts = seq, drafts
+        self.acceptance = Acceptance(prior)
+        self.num_followed = 0
+        self.draft: list[int] = []
+        self.num_forced = 0
+
+    def follow(self, most: int, of_all: Acceptance, of_forms: Acceptance) -> None:
+        """Judge the draft by the tokens that have come, and draft at most so many for what comes next."""
+        tokens = self.seq.token_ids
+        if self.num_followed == len(tokens):
+            return
+        if self.draft:
+            self._judge(tokens[self.num_followed : self.num_followed + len(self.draft)], of_all, of_forms)
+        self.drafts.follow()
+        self.num_followed = len(tokens)
+        self.draft = self.drafts.draft(most)
+        if self.seq.constraint is not None:
+            forced = [*self.seq.constraint.forced()][:most]
+            self.num_forced = len(forced)
+            self.draft[: self.num_forced] = forced
+
+    def _judge(self, came: "array[int]", of_all: Acceptance, of_forms: Acceptance) -> None:
+        right = num_right(self.draft, came)
+        judged = min(right + 1, len(came))
+        if num_forced := self.num_forced:
+            of_forms.judge(min(right, num_forced), min(judged, num_forced), of_forms.probability)
+            right, judged = right - num_forced, judged - num_forced
+        if judged > 0:
+            self.acceptance.judge(right, judged, of_all.probability)
+            of_all.judge(right, judged, of_all.probability)
+
+    def chances(self, of_forms: Acceptance, num_unknown: int) -> tuple[float, list[float]]:
+        """Return how likely the unknown tokens are those of the draft, and each one behind if those before it are.
+
+        num_unknown: tokens at the beginning of the draft that come before the step that is asked about.
+        """
+        of_text = self.acceptance.probability
+        num_free = len(self.draft) - self.num_forced
+        each = [of_forms.probability] * self.num_forced + [of_text] * (num_free + num_unknown if num_free else 0)
+        return math.prod(each[:num_unknown]), each[num_unknown:]
+
+
+class Speculator:
+    """Proposes what sequences of an engine go on with. See `Proposer`.
+
+    max_num_tokens: of a row. overlaps: whether plain steps are launched before the tokens of the last one are
+    collected. stats: the engine's, where the time is counted that proposals have saved.
+    """
+
+    def __init__(self, options: SpeculativeOptions, max_num_tokens: int, overlaps: bool, stats: EngineMetrics) -> None:
+        self.max_num_tokens = max_num_tokens
+        self._options, self._overlaps, self._stats = options, overlaps, stats
+        self._answers = EarlierAnswers(options.suffix_decoding_max_cached_requests)
+        self._learns = options.method == "suffix"
+        self._controller = Controller(max_num_tokens)
+        self._of_all = Acceptance(decay=SLOW_DECAY)  # of texts
+        self._of_forms = Acceptance(prior=FORM_PRIOR, decay=SLOW_DECAY)
+        self._rows: dict[Sequence, DraftedRow] = {}
+        self._seqs: list[Sequence] = []  # of the last step
+        self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
+        self._pays = False  # whether the next step is expected to pay, or the last one was
+        self._last: tuple[float, int, int | None, int] | None = None  # the step before: see `_note_time`
+
+    def waits(self, seqs: list[Sequence]) -> bool:
+        """Return whether the next step waits for the one in flight, because proposals are worth it."""
+        if not self._pays:
+            self._pays = self._choose_by_watched(seqs, num_unknown=1) > 0
+        self._is_asked = not self._pays
+        return self._pays
+
+    def propose(self, seqs: list[Sequence]) -> list[list[int]]:
+        """Return the ids of the tokens that each sequence may go on with; an empty list if none has any."""
+        in_flight, self._is_asked = self._is_asked, False
+        self._notice_ends(seqs)
+        num_proposed = 0
+        proposed: list[list[int]] = []
+        if not in_flight:
+            pays = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
+            rows = [self._row_of(seq) for seq in seqs] if pays else []
+            num_proposed = self._choose(len(seqs), rows)
+            self._pays = num_proposed > 0
+            if num_proposed:
+                proposed = [[] if row is None else row.draft[:num_proposed] for row in rows]
+        self._note_time(len(seqs), None if in_flight and self._overlaps else num_proposed)
+        return proposed
+
+    def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
+        """Return what `_choose` does, from the few rows that are watched and stand for all."""
+        return self._choose(len(seqs), [self._row_of(seq) for seq in seqs[:MAX_WATCHED]], num_unknown)
+
+    def _row_of(self, seq: Sequence) -> DraftedRow | None:
+        """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals."""
+        if seq.sampling_params.logits_processors:
+            return None  # a user's function would be called for tokens that are not drawn
+        row = self._rows.get(seq)
+        if row is None:
+            drafts = TextDrafts(self._options, seq.token_ids, self._answers)
+            row = self._rows[seq] = DraftedRow(seq, drafts, self._of_all.probability)
+        row.follow(self.max_num_tokens, self._of_all, self._of_forms)
+        return row
+
+    def _choose(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> int:
+        """Return how many tokens to propose for each of so many sequences; 0 for a plain step.
+
+        rows: of all of them, or of some. num_unknown: tokens that come before the next step, so drafts have to be right
+        about them, too.
+        """
+        share = len(rows) / max(1, num_seqs)
+        expected: list[float] = []
+        for row in rows:
+            if row is None or not row.draft:
+                continue
+            chance, chances = row.chances(self._of_forms, num_unknown)
+            right = chance / share
+            expected += [0.0] * (len(chances) - len(expected))
+            for place, chance in enumerate(chances):
+                right *= chance
+                expected[place] += right
+        return self._controller.choose(num_seqs, expected) if expected else 0
+
+    def _notice_ends(self, seqs: list[Sequence]) -> None:
+        """Forget sequences that have finished; "suffix" remembers their answers."""
+        if seqs == self._seqs:
+            return
+        for seq in dict.fromkeys([*self._seqs, *self._rows]):
+            if seq.status is SequenceStatus.FINISHED:
+                self._rows.pop(seq, None)
+                if self._learns:
+                    self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
+        self._seqs = [*seqs]
+
+    def _note_time(self, num_rows: int, num_proposed: int | None) -> None:
+        """Measure the step before this one, if both are of one kind, so that nothing else took the time between them.
+
+        num_proposed: of each row of this step; None if it overlaps with the one in flight.
+        """
+        now, num_tokens = time.perf_counter(), self._stats.num_generated_tokens
+        last, self._last = self._last, (now, num_rows, num_proposed, num_tokens)
+        if last is None or last[1] != num_rows or num_rows == 0:
+            return
+        started, _, num_before, num_tokens_before = last
+        seconds = now - started
+        if (num_before is None and num_proposed is None) or (num_before == 0 and not self._overlaps):
+            self._controller.note_plain(num_rows, seconds)
+        elif num_before is not None and num_proposed is not None:
+            self._controller.note(num_rows, num_before, seconds)
+            plain = self._controller.plain_seconds(num_rows)
+            if num_before > 0 and plain is not None:
+                num_steps = (num_tokens - num_tokens_before) / num_rows  # plain ones, for the same tokens
+                cost = self._controller.cost(num_rows, num_before)
+                self._stats.draft_seconds_saved += (num_steps - cost) * plain
+
+
+def make_speculator(config: EngineConfig, limits: RunnerLimits, stats: EngineMetrics) -> Speculator | None:
+    """Return the Speculator that an engine's options ask for; None where they ask for none, or rows have no room."""
+    if config.speculative_config is None:
+        return None
+    options = SpeculativeOptions(**config.speculative_config)
+    max_num_tokens = min(options.num_speculative_tokens, limits.max_row_tokens - 1)
+    if max_num_tokens < options.num_speculative_tokens:
+        logger.warning(
+            "num_speculative_tokens=%d is more than attention of this model has room for; it proposes %d",
+            options.num_speculative_tokens,
+            max_num_tokens,
+        )
+    return Speculator(options, max_num_tokens, config.overlap, stats) if max_num_tokens > 0 else None

@@ -1,0 +1,58 @@
+"""Finds where a text has had its last tokens before.
+
+Each n-gram leads to the place after its newest occurrence, and each occurrence to the one before, as the hash chains of
+LZ77 do. A token costs one entry in a dict: a quarter of a microsecond, and a hundred bytes.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+TOKEN_BYTES = array("i").itemsize
+END = -1  # follows each of several texts; no text has it
+
+
+class TextIndex:
+    """Knows the n-grams of a text that grows.
+
+    tokens: the text, int32; whoever appends to it calls `extend` then. size: n.
+    """
+
+    def __init__(self, tokens: "array[int]", size: int) -> None:
+        self.tokens = tokens
+        self.size = size
+        self._newest: dict[bytes, int] = {}  # n-gram -> place after its newest occurrence
+        self._before = array("i")  # for each place from `size` on, the one after the same n-gram before; -1 for none
+
+    def extend(self) -> None:
+        """Add what was appended to the text. The n-gram at its very end comes in with the token after it."""
+        size, newest, before = self.size, self._newest, self._before
+        first = size + len(before)
+        text = self.tokens[first - size : -1].tobytes()
+        width = size * TOKEN_BYTES
+        for start, place in enumerate(range(first, len(self.tokens))):
+            key = text[start * TOKEN_BYTES : start * TOKEN_BYTES + width]
+            before.append(newest.get(key, -1))
+            newest[key] = place
+
+    def places(self, text: "array[int]") -> Iterator[int]:
+        """Yield the places in `tokens` after the last n-gram of a text, the newest first."""
+        place = self._newest.get(text[-self.size :].tobytes(), -1)
+        while place >= 0:
+            yield place
+            place = self._before[place - self.size]
+
+
+def num_equal(text: "array[int]", other: "array[int]", place: int, most: int) -> int:
+    """Return how many tokens at the end of `text` are equal to those before `place` in `other`, counting to `most`."""
+    most = min(most, len(text), place)
+    end = len(text)
+    for length in range(most):
+        if text[end - 1 - length] != other[place - 1 - length]:
+            return length
+    return most
+
+
+def num_right(draft: Sequence[int], came: Sequence[int]) -> int:
+    """Return how many tokens of a draft are those that came, before the first that is not."""
+    pairs = zip(draft, came, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(draft), len(came)))

@@ -1,0 +1,28 @@
+"""`nanoinfer bench rewriting` has an engine answer made-up texts, with proposals and without."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoinfer.__main__ import main
+from nanoinfer.bench import rewriting
+
+
+def test_an_engine_says_what_it_is_told_to_with_proposals_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each run compares what was answered with the texts."""
+    monkeypatch.setattr(rewriting, "find_device", lambda: "cpu")
+    monkeypatch.setitem(rewriting.SIZES, "cpu", (40, 24))
+    monkeypatch.setitem(rewriting.ROWS, "cpu", (2,))
+    monkeypatch.setattr(rewriting, "NUM_RUNS", 2)
+    monkeypatch.setattr("nanoinfer.speculation.controller.MIN_GAIN", 0.0)  # whatever steps cost here
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "rewriting", "--json", str(tmp_path / "figures.json")])
+    assert ended.value.code == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [one["text"] for one in figures["texts"]] == [*rewriting.TEXTS]
+    assert figures["texts"][1]["num_accepted_tokens"] > 0
+    assert all(one["with"] > 0 and one["without"] > 0 and one["tokens_a_step"] >= 1 for one in figures["texts"])
+    assert "| every fifth token new | 2 |" in capsys.readouterr().out

@@ -1,0 +1,203 @@
+"""Proposals are made where steps have been found to pay for them."""
+
+import itertools
+from itertools import takewhile
+from typing import Any, cast
+
+import pytest
+
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.metrics import EngineMetrics
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.speculation import speculator
+from nanoinfer.speculation.controller import Acceptance, Controller
+from nanoinfer.speculation.speculator import FORM_PRIOR, MAX_WATCHED, Speculator
+from nanoinfer.speculation.text_index import num_right
+from tests.speculation.test_drafts import options_of
+
+
+def learned(plain: float, costs: dict[int, float], num_rows: int = 1, most: int = 8) -> Controller:
+    """A controller that has seen plain steps of so many seconds, and steps with proposals of these."""
+    controller = Controller(most)
+    for _ in range(3):
+        controller.note_plain(num_rows, plain)
+        for num_proposals, seconds in costs.items():
+            controller.note(num_rows, num_proposals, seconds)
+    return controller
+
+
+def test_nothing_is_proposed_before_plain_steps_were_measured() -> None:
+    controller = Controller(8)
+    assert controller.choose(1, [1.0] * 8) == 0
+    controller.note_plain(1, 1.0)
+    assert controller.choose(1, [1.0] * 8) == 0, "the first step captures a graph"
+    controller.note_plain(1, 1.0)
+    assert controller.choose(1, [1.0] * 8) == 8
+
+
+def test_the_number_of_proposals_is_the_one_with_most_tokens_a_second() -> None:
+    costs = {1: 1.2, 2: 1.3, 4: 1.6, 8: 4.0}
+    controller = learned(1.0, costs)
+    assert controller.choose(1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4  # (1 + 3.0) / 1.6, and 5.4 / 4.0
+    assert controller.choose(1, [0.6, 0.1, 0, 0, 0, 0, 0, 0]) == 1
+    assert controller.choose(1, [0.2, 0.05, 0, 0, 0, 0, 0, 0]) == 0, "waiting costs more than that"
+
+
+def test_a_step_is_as_long_as_the_longest_draft_needs() -> None:
+    controller = learned(1.0, {1: 1.5, 2: 1.4, 4: 1.3, 8: 1.2})
+    assert controller.choices == [1, 2, 4, 8]
+    assert controller.choose(1, [0.9, 0.8, 0.7]) == 4, "a step of 8 was measured as faster, but would be one of 4"
+
+
+def test_rows_without_proposals_count() -> None:
+    controller = learned(1.0, {1: 1.5, 2: 1.5, 4: 1.5, 8: 1.5}, num_rows=4)
+    assert controller.choose(4, [4.0, 4.0] + [0.0] * 6) == 2
+    assert controller.choose(4, [1.0, 1.0] + [0.0] * 6) == 0, "one row of four gains two tokens"
+
+
+def test_costs_are_relative_to_plain_steps_of_their_time() -> None:
+    """Later, contexts are longer and all steps slower: proposals still pay."""
+    controller = learned(1.0, {1: 1.2, 2: 1.3, 4: 1.6, 8: 4.0})
+    for _ in range(5):
+        controller.note_plain(1, 3.0)
+    assert controller.choose(1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4
+
+
+def test_costs_of_other_sizes_say_nothing_and_a_slow_trial_is_the_last() -> None:
+    controller = learned(1.0, dict.fromkeys((1, 2, 4, 8), 50.0), num_rows=1)
+    assert controller.choose(1, [1.0] * 8) == 0
+    for _ in range(3):
+        controller.note_plain(16, 1.0)
+    assert controller.choose(16, [16.0] * 8) > 0
+
+
+def test_acceptance_follows_a_row_and_returns_to_what_all_say() -> None:
+    row = Acceptance(prior=0.5)
+    for _ in range(20):
+        row.judge(8, 8, prior=0.5)
+    assert row.probability > 0.9
+    for _ in range(40):
+        row.judge(0, 1, prior=0.5)
+    assert row.probability < 0.3
+    for _ in range(40):
+        row.judge(1, 2, prior=0.5)
+    assert 0.4 < row.probability < 0.6
+
+
+class FakeTime:
+    """Plain steps take a second, and steps with proposals a fifth more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(speculator.time, "perf_counter", lambda: self.now)
+
+
+def run(spec: Speculator, stats: EngineMetrics, seqs: list[Sequence], texts: list[list[int]], clock: FakeTime) -> int:
+    """Run steps over fixed texts until all have ended; return their number. Plain steps overlap."""
+    num_steps, pending = 0, False
+    while any(len(seq.token_ids) < len(text) for seq, text in zip(seqs, texts, strict=True)):
+        if pending and spec.waits(seqs):
+            pending = False
+            take(seqs, texts, [[]] * len(seqs), stats)
+            continue  # the step in flight was collected
+        proposed: Any = spec.propose(seqs)
+        clock.now += 1.2 if proposed else 1.0
+        num_steps += 1
+        if proposed:
+            assert not pending
+            take(seqs, texts, proposed, stats)
+        else:
+            if pending:
+                take(seqs, texts, [[]] * len(seqs), stats)
+            pending = True
+    return num_steps
+
+
+def take(seqs: list[Sequence], texts: list[list[int]], proposed: list[list[int]], stats: EngineMetrics) -> None:
+    for seq, text, its in zip(seqs, texts, proposed, strict=True):
+        rest = text[len(seq.token_ids) :]
+        came = rest[: num_right(its, rest) + 1]
+        seq.token_ids.extend(came)
+        stats.num_generated_tokens += len(came)
+
+
+def sequences(num: int, prompt: int = 20) -> list[Sequence]:
+    return [Sequence(index, [*range(index * 1000, index * 1000 + prompt)], SamplingParams()) for index in range(num)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 256])
+def test_text_that_repeats_nothing_has_plain_steps_and_few_rows_are_indexed(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats, seqs = EngineMetrics(), sequences(num_rows)
+    spec = Speculator(options_of("suffix", most=8), 8, True, stats)
+    texts = [[*seq.prompt_token_ids, *range(10**6 + 100 * seq.seq_id, 10**6 + 100 * seq.seq_id + 50)] for seq in seqs]
+    assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) >= 50
+    assert len(spec._rows) == min(num_rows, MAX_WATCHED)
+    assert stats.draft_seconds_saved == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_text_that_copies_its_prompt_has_proposals_and_what_they_save_is_counted(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats, seqs = EngineMetrics(), sequences(num_rows)
+    spec = Speculator(options_of("suffix", most=8), 8, True, stats)
+    texts = [seq.prompt_token_ids * 6 for seq in seqs]
+    assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 50, "single steps would be a hundred"
+    assert stats.draft_seconds_saved > 30
+
+
+class Form:
+    """Forces the tokens of a text where it has even ones, up to the next odd one."""
+
+    def __init__(self, seq: Sequence, text: list[int]) -> None:
+        self.seq, self.text = seq, text
+
+    def forced(self) -> list[int]:
+        return [*takewhile(lambda token_id: token_id % 2 == 0, self.text[len(self.seq.token_ids) :])]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_what_a_form_forces_is_proposed_and_believed(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, seqs = EngineMetrics(), sequences(num_rows)
+    spec = Speculator(options_of("ngram", most=8), 8, True, stats)
+    texts = []
+    for seq in seqs:  # each odd token is followed by five even ones; none comes twice
+        numbers = itertools.count(10**6 * (1 + seq.seq_id), 2)
+        texts.append(seq.prompt_token_ids + [next(numbers) + (place % 6 == 0) for place in range(120)])
+        seq.constraint = cast(Any, Form(seq, texts[-1]))
+    assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 50
+    assert spec._of_forms.probability > 0.95
+
+
+def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
+    [seq] = sequences(1)
+    seq.token_ids.extend([1, 2, 3, 50, 51, 52, 53, 9, 1, 2, 3])
+    seq.constraint = cast(Any, Form(seq, [*seq.token_ids, 60, 62]))
+    spec = Speculator(options_of("suffix", most=4, suffix_decoding_max_spec_factor=2.0), 4, True, EngineMetrics())
+    spec.propose([seq])
+    assert spec._rows[seq].draft == [60, 62, 52, 53]
+    seq.token_ids.extend([60, 62, 7])
+    spec.propose([seq])
+    assert spec._of_forms.probability > FORM_PRIOR
+    assert spec._of_all.probability < 0.5
+
+
+def test_rows_with_a_users_function_never_propose(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = EngineMetrics()
+    seqs = [Sequence(0, [1, 2, 3, 4, 5] * 4, SamplingParams(logits_processors=[lambda _, logits: logits]))]
+    spec = Speculator(options_of("suffix", most=8), 8, True, stats)
+    assert run(spec, stats, seqs, [[1, 2, 3, 4, 5] * 8], FakeTime(monkeypatch)) >= 20
+
+
+def test_sequences_that_have_finished_are_forgotten_and_their_answers_found() -> None:
+    spec = Speculator(options_of("suffix", most=4), 4, True, EngineMetrics())
+    [seq, other] = sequences(2)
+    spec.propose([seq])
+    seq.token_ids.extend([7, 8, 9, 10])
+    seq.status = SequenceStatus.FINISHED
+    other.token_ids.extend([7, 8, 9])
+    spec.propose([other])
+    assert seq not in spec._rows
+    assert spec._rows[other].draft == [10]
