@@ -11,9 +11,11 @@ kernel share, and for each different launch a line with the other arguments and 
 """
 
 import ctypes
+import gc
 import multiprocessing
 import sys
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,20 @@ def launches_of_all_cases() -> dict[str, list[str]]:
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     pretend(GPU)
-    import nanoinfer.llm  # noqa: F401  # here once, not in each case
+    # What each case needs is imported once, and is no garbage that it looks through.
+    import nanoinfer.llm  # noqa: F401
+    from nanoinfer import ops
+
+    for path in sorted(Path(ops.__path__[0]).glob("*/*.py")):
+        if path.stem.startswith(("triton", "hopper")):
+            import_module(f"{ops.__name__}.{path.parent.name}.{path.stem}")
+    gc.freeze()
 
     # A fork for each case, since kernels and what they ask of a device are cached in a process.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        return dict(zip(CASES, pool.starmap(launches_of, CASES.values(), 1), strict=True))
+        launches = pool.starmap(launches_of, CASES.values(), 1)
+    gc.unfreeze()  # or Triton reports at exit what was not freed
+    return dict(zip(CASES, launches, strict=True))
 
 
 def launches_of(capability: int, model: str, options: dict[str, Any]) -> list[str]:
