@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from nanoinfer.engine.preparer import Portions
+from nanoinfer.engine.preparer import Portions, Preparer, add_adapters
 from nanoinfer.engine.request_logprobs import PromptLogprobs
 from nanoinfer.errors import RequestError
+from nanoinfer.lora.lora_request import LoRARequests
 from nanoinfer.outputs import RequestOutput, Score, Scores
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Errors, OnError, Prompt, check_on_error
-from nanoinfer.text.prompts import EncodedPair, PreparedRequest, PromptProcessor
+from nanoinfer.text.prompts import EncodedPair, PreparedRequest
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
@@ -25,20 +26,23 @@ def check_scores(logprobs_mode: str) -> None:
 class Pairs:
     """Prepares the requests of the pairs of one call to `LLM.score`, and reads the scores from the outputs."""
 
-    def __init__(self, prompts: PromptProcessor, firsts: Sequence[Prompt], seconds: Sequence[Prompt]) -> None:
+    def __init__(
+        self, preparer: Preparer, firsts: Sequence[Prompt], seconds: Sequence[Prompt], lora_request: LoRARequests
+    ) -> None:
         if len(firsts) == 1 and seconds:
             firsts = [*firsts] * len(seconds)
         if len(firsts) != len(seconds):
             raise RequestError(
                 f"{len(seconds)} completions for {len(firsts)} prompts; give one for each, or one prompt for all"
             )
-        self._prompt_processor, self._firsts, self._seconds = prompts, firsts, seconds
+        self._preparer, self._firsts, self._seconds = preparer, firsts, seconds
+        self._adapters = preparer.find_adapters(lora_request, len(firsts))
         self._encoded: dict[int, EncodedPair] = {}
 
-    def prepare_portions(self, size: int | None, on_error: OnError) -> Portions:
+    def prepare_portions(self, on_error: OnError) -> Portions:
         """Return the requests of all pairs. Raises RequestError for those that cannot be served, unless told not to."""
         check_on_error(on_error)
-        return Portions(self._prepare, range(len(self._firsts)), size, on_error)
+        return Portions(self._prepare, range(len(self._firsts)), self._preparer.portion_size, on_error)
 
     def scores(self, outputs: Sequence[RequestOutput]) -> Scores:
         """Return the score of each pair, given the outputs of their requests in order."""
@@ -46,9 +50,11 @@ class Pairs:
 
     def _prepare(self, indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
         firsts = {index: self._firsts[index] for index in indices}
-        encoded = self._prompt_processor.encode_pairs(firsts, self._seconds, errors)
+        encoded = self._preparer.prompt_processor.encode_pairs(firsts, self._seconds, errors)
         self._encoded |= encoded
-        return [scoring_request(pair) for pair in encoded.values()]
+        requests = {index: scoring_request(pair) for index, pair in encoded.items()}
+        add_adapters(requests, self._adapters)
+        return [*requests.values()]
 
 
 def scoring_request(pair: EncodedPair) -> PreparedRequest:

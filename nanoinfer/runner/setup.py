@@ -22,6 +22,9 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
+from nanoinfer.lora.adapter_config import MERGE
+from nanoinfer.lora.adapter_slots import AdapterSlots, RankAdapters
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.implementations import load
@@ -109,6 +112,18 @@ class Setup:
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
         return load_dense(self.pooling.dense, self.config.load_format == "dummy", self.device)
+
+    def make_adapters(self, model: Model) -> RankAdapters | None:
+        """Prepare the layers for adapters; None without enable_lora. Raises ConfigError for a model that has none."""
+        config = self.config
+        if not config.enable_lora:
+            return None
+        if not isinstance(model, DecoderForCausalLM):
+            raise ConfigError(
+                f"enable_lora=True, and {self.model_config.architecture} is an encoder or runs by transformers' "
+                f"layers, which is not supported; leave it out, and {MERGE}"
+            )
+        return RankAdapters(model, config.max_loras, config.max_lora_rank, self.dtype)
 
     def free_at_start(self) -> int:
         """Return the bytes of a GPU that are free before the engine takes any; none on a CPU."""
@@ -246,6 +261,7 @@ class Setup:
         dense: list[DenseLayer],
         limits: RunnerLimits,
         num_threads: int | None,
+        adapters: RankAdapters | None = None,
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, moe = self.config, self.model_config.moe
@@ -271,6 +287,9 @@ class Setup:
             routing_table = RoutingTable(moe, kv_cache)
         row_states = [*sampler.states, pooler]
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
+        if adapters is not None:
+            state.adapters = AdapterSlots(adapters, limits.max_num_seqs, self.device)
+            row_states.append(state.adapters)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_threads)
 
     def describe(self, kv_cache: KVCache, num_threads: int | None) -> str:
