@@ -21,7 +21,7 @@ from nanoinfer.loading import find_model, load_engine, reduce_llm
 from nanoinfer.lora.lora_methods import LoRAMethods
 from nanoinfer.lora.lora_request import LoRARequest, LoRARequests
 from nanoinfer.metrics import EngineMetrics, engine_html
-from nanoinfer.outputs import RequestOutput, RequestOutputs, Scores, StreamChunk
+from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 from nanoinfer.pooling_calls.calls import PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import (
     HiddenStatesOptions,
@@ -33,7 +33,7 @@ from nanoinfer.pooling_calls.llm_methods import PoolingMethods
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.start_replicas import load_replicas
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scoring import Pairs, check_scores
+from nanoinfer.scoring import ScoringMethods
 from nanoinfer.text.arguments import (
     GivenPrompt,
     OnError,
@@ -56,7 +56,7 @@ import_seconds.end()
 
 
 @with_vllm_names
-class LLM(PoolingMethods, ControlMethods, AsyncMethods, LoRAMethods):
+class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMethods):
     """Loads a language model, and completes prompts with it.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
@@ -241,34 +241,6 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods, LoRAMethods):
         check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
 
-    @rare_collections()
-    def score(
-        self,
-        prompts: Prompts,
-        completions: Prompts,
-        use_tqdm: bool = True,
-        *,
-        on_error: OnError = "raise",
-        lora_request: LoRARequests = None,
-    ) -> Scores:
-        """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
-
-        prompts, completions: as in `generate`, as many of both, or one prompt for all completions.
-        on_error: with "return", pairs that cannot be served come back in their places, with the reason in `error`.
-        lora_request: as in `generate`.
-
-        Two texts are joined before they are tokenized, as the model would read them. The completion begins where the
-        tokens of the whole differ from those of the prompt alone, so a token across the border belongs to the
-        completion. If that leaves no token for the prompt, or if either is given as token ids, each is tokenized by
-        itself. Prompts that begin alike share the computation of what is alike. Raises RequestError for a pair that
-        cannot be served, and where `logprobs_mode` is one of logits.
-        """
-        self.engine.check_open()
-        check_scores(self.config.logprobs_mode)
-        pairs = Pairs(self.preparer, as_list_of_prompts(prompts), as_list_of_prompts(completions), lora_request)
-        portions = pairs.prepare_portions(on_error)
-        return pairs.scores(self._complete(portions, use_tqdm, reads="Scoring"))
-
     def add_request(
         self,
         prompt: GivenPrompt,
@@ -391,11 +363,10 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods, LoRAMethods):
         use_tqdm: bool,
         on_finish: OnFinish | None = None,
         wanted: HiddenStatesOptions | None = None,
-        reads: str | None = None,
     ) -> RequestOutputs:
-        """Run the requests of a call to their end. reads: see Progress."""
+        """Run the requests of a call to their end."""
         portions = portions if wanted is None else wanted.add_to(portions)
-        progress = Progress(self.engine.metrics, portions.num_requests, use_tqdm, reads=reads)
+        progress = Progress(self.engine.metrics, portions.num_requests, use_tqdm)
         with progress, raising_errors(wanted, progress.show) as show:
             outputs = self.queue.complete(portions, show, on_finish)
         return RequestOutputs(outputs)

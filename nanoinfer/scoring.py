@@ -1,18 +1,61 @@
-"""How likely a completion is, from the log-probabilities of a prompt that ends with it."""
+"""How likely a completion is, from the log-probabilities of a prompt that ends with it: `LLM.score`."""
 
 import math
 from collections.abc import Sequence
 
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.engine import Engine
 from nanoinfer.engine.preparer import Portions, Preparer, add_adapters
 from nanoinfer.engine.request_logprobs import PromptLogprobs
+from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError
+from nanoinfer.garbage import rare_collections
 from nanoinfer.lora.lora_request import LoRARequests
 from nanoinfer.outputs import RequestOutput, Score, Scores
+from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Errors, OnError, Prompt, check_on_error
+from nanoinfer.text.arguments import Errors, OnError, Prompt, Prompts, as_list_of_prompts, check_on_error
 from nanoinfer.text.prompts import EncodedPair, PreparedRequest
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+class ScoringMethods:
+    """Gives `LLM`, which sets these fields, the method that scores completions."""
+
+    engine: Engine
+    config: EngineConfig
+    queue: RequestQueue
+    preparer: Preparer
+
+    @rare_collections()
+    def score(
+        self,
+        prompts: Prompts,
+        completions: Prompts,
+        use_tqdm: bool = True,
+        *,
+        on_error: OnError = "raise",
+        lora_request: LoRARequests = None,
+    ) -> Scores:
+        """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
+
+        prompts, completions: as in `generate`, as many of both, or one prompt for all completions.
+        on_error: with "return", pairs that cannot be served come back in their places, with the reason in `error`.
+        lora_request: as in `generate`.
+
+        Two texts are joined before they are tokenized, as the model would read them. The completion begins where the
+        tokens of the whole differ from those of the prompt alone, so a token across the border belongs to the
+        completion. If that leaves no token for the prompt, or if either is given as token ids, each is tokenized by
+        itself. Prompts that begin alike share the computation of what is alike. Raises RequestError for a pair that
+        cannot be served, and where `logprobs_mode` is one of logits.
+        """
+        self.engine.check_open()
+        check_scores(self.config.logprobs_mode)
+        pairs = Pairs(self.preparer, as_list_of_prompts(prompts), as_list_of_prompts(completions), lora_request)
+        portions = pairs.prepare_portions(on_error)
+        with Progress(self.engine.metrics, portions.num_requests, use_tqdm, reads="Scoring") as progress:
+            return pairs.scores(self.queue.complete(portions, progress.show))
 
 
 def check_scores(logprobs_mode: str) -> None:

@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"lora.adapter_config", "lora.adapter_slots", "lora.adapter_weights"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text", "engine.request_logprobs", "engine.preparer"},
+    "scoring": EVERYBODY | {"text", "engine", "progress"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},

@@ -13,14 +13,15 @@ class AdapterScheduler(Scheduler):
     """Queues a sequence once its adapter has a slot, which it keeps until all of its sequences have finished.
 
     Then it stays in the slot until another one needs that: of those without sequences, the one that has been without
-    for longest goes. Sequences whose adapter has a slot overtake those that wait for one. num_slots: on the device.
+    for longest goes. Sequences whose adapter has a slot overtake those that wait for one, which get theirs by priority
+    and arrival. num_slots: on the device.
     """
 
     def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._free_slots = [*range(num_slots)]
         self._idle: dict[Adapter, None] = {}  # in slots, and without sequences: the one for longest first
-        self._held: list[Sequence] = []  # whose adapters have no slot, in the order in which they came
+        self._held: list[Sequence] = []  # whose adapters have no slot
 
     @property
     def num_waiting(self) -> int:
@@ -78,5 +79,5 @@ class AdapterScheduler(Scheduler):
                     self._idle[adapter] = None
         if len(self._idle) > num_idle and self._held:
             held, self._held = self._held, []
-            for seq in held:
+            for seq in sorted(held, key=lambda seq: seq.queue_key):
                 self._enqueue(seq)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.device import to_device
+from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
@@ -27,50 +26,39 @@ from nanoinfer.lora.adapter_weights import (
 )
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora
 from nanoinfer.sampling.row_state import RowState
-
-NO_SLOT = -1  # of a token whose row has no adapter
 
 
 class LayerSlots:
-    """Holds one layer's matrices of the adapters in all slots; those of an adapter that leaves the layer be are 0.
-
-    a: (num_slots, num_shards, max_rank, inputs). b: of each shard (outputs, num_slots, max_rank). ranges: the outputs
-    of each shard among those of the layer.
-    """
+    """Holds one layer's matrices of the adapters in all slots; those of an adapter that leaves the layer be are 0."""
 
     def __init__(self, layer: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         self._shards, device, num_inputs = shards_of(layer), layer.weight.device, layer.full_shape[1]
         is_column = isinstance(layer, ColumnParallelLinear)
-        sizes = [*layer.local_sizes.values()] if is_column else [layer.full_shape[0]]
+        sizes = tuple(layer.local_sizes.values()) if is_column else (layer.full_shape[0],)
         inputs = num_inputs if is_column else layer.tp.shard_size(num_inputs, "row-parallel input size")
-        self.a = torch.zeros(num_slots, len(sizes), max_rank, inputs, dtype=dtype, device=device)
-        self.b = [torch.zeros(size, num_slots, max_rank, dtype=dtype, device=device) for size in sizes]
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        self.ranges = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        a = torch.zeros(num_slots, len(sizes) * max_rank, inputs, dtype=dtype, device=device)
+        b = torch.zeros(num_slots, sum(sizes), max_rank, dtype=dtype, device=device)
+        self.matrices = LoRAMatrices(a, b, sizes)
 
-    def fill(self, slot: int, matrices: LayerMatrices) -> None:
+    def fill(self, slot: int, of_layer: LayerMatrices) -> None:
         """Put an adapter's matrices into a slot; without any, it adds nothing."""
-        self.a[slot].zero_()
-        for index, (shard, b) in enumerate(zip(self._shards, self.b, strict=True)):
-            b[:, slot].zero_()
-            if shard in matrices:
-                given = matrices[shard]
-                self.a[slot, index, : len(given.a)].copy_(given.a, non_blocking=True)
-                b[:, slot, : len(given.a)].copy_(given.b, non_blocking=True)
+        a, b, sizes = self.matrices
+        places = zip(self._shards, a[slot].chunk(len(sizes)), b[slot].split(sizes), strict=True)
+        for shard, its_a, its_b in places:
+            its_a.zero_()
+            its_b.zero_()
+            if shard in of_layer:
+                given = of_layer[shard]
+                its_a[: len(given.a)].copy_(given.a, non_blocking=True)
+                its_b[:, : len(given.a)].copy_(given.b, non_blocking=True)
 
-    def add_to(self, out: Tensor, x: Tensor, is_of_slot: Tensor) -> None:
-        """Add x A^T B^T to the outputs, (num_tokens, outputs), in place.
 
-        Both products are those of all slots. Between them, what is not of a token's own slot becomes 0. is_of_slot:
-        (num_tokens, num_slots, 1) bool.
-        """
-        num_slots, num_shards, max_rank, _ = self.a.shape
-        inner = F.linear(x, self.a.flatten(0, 2)).view(len(x), num_slots, num_shards, max_rank)
-        for index, ((start, end), b) in enumerate(zip(self.ranges, self.b, strict=True)):
-            # No product with 0: an adapter with an infinity must not reach the others' tokens.
-            own = inner[:, :, index].where(is_of_slot, 0).flatten(1)
-            out[:, start:end] += own @ b.flatten(1).t()
+class StepAdapters:
+    """Tells all layers of a rank which adapters the tokens of the step have; rows: None while none has any."""
+
+    rows: LoRARows | None = None
 
 
 class AdaptedProduct:
@@ -79,9 +67,9 @@ class AdaptedProduct:
     input_format: that of the layer, which keeps the inputs in the model's dtype too.
     """
 
-    def __init__(self, base: Any) -> None:
-        self._base, self.slots = base, cast("LayerSlots | None", None)
-        self.is_of_slot: Tensor | None = None  # of the step's tokens; None while none of them has an adapter
+    def __init__(self, base: Any, step: StepAdapters) -> None:
+        self._base, self._step = base, step
+        self.slots: LayerSlots | None = None
         wanted: RowFormat | None = base.input_format
         self.input_format = None if wanted is None else replace(wanted, keeps_wide=True)
 
@@ -90,15 +78,17 @@ class AdaptedProduct:
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         out = self._base.apply(layer, x, bias)
-        if self.is_of_slot is not None and self.slots is not None:
-            self.slots.add_to(out, wide_rows(x), self.is_of_slot)
+        self._add_to(out, x)
         return out
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         sums = self._base.apply_split(layer, x, bias)
-        if self.is_of_slot is not None and self.slots is not None:
-            self.slots.add_to(sums[0], wide_rows(x), self.is_of_slot)
+        self._add_to(sums[0], x)
         return sums
+
+    def _add_to(self, out: Tensor, x: Activations) -> None:
+        if self._step.rows is not None and self.slots is not None:
+            add_lora(out, wide_rows(x), self._step.rows, self.slots.matrices)
 
 
 class RankAdapters:
@@ -110,9 +100,9 @@ class RankAdapters:
     def __init__(self, model: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         self._model, self.num_slots, self.max_rank, self.dtype = model, num_slots, max_rank, dtype
         self.by_number: dict[int, AdapterMatrices] = {}
-        self.layers = adaptable_layers(model)
+        self.step, self.layers = StepAdapters(), adaptable_layers(model)
         for layer in self.layers.values():
-            layer.quant_method = AdaptedProduct(layer.quant_method)  # type: ignore[assignment]
+            layer.quant_method = AdaptedProduct(layer.quant_method, self.step)  # type: ignore[assignment]
 
     @property
     def products(self) -> dict[str, AdaptedProduct]:
@@ -135,24 +125,25 @@ class RankAdapters:
     def free_slots(self) -> None:
         """Free the memory of the slots."""
         for product in self.products.values():
-            product.slots = product.is_of_slot = None
+            product.slots = None
 
 
 class AdapterSlots(RowState):
     """Holds the adapters that lie on the device, and which of them each row has.
 
-    num_rows: of the step tables, without the spare one.
+    num_rows: of the step tables, without the spare one. are_used: whether a row of the step has an adapter; if none
+    has, it runs as without adapters.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("adapter",)
 
     def __init__(self, adapters: RankAdapters, num_rows: int, device: torch.device) -> None:
         super().__init__()
-        self._adapters = adapters
+        self._adapters, self._no_slot = adapters, adapters.num_slots
+        self.are_used = False
         self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters
-        self._slot_ids = torch.arange(adapters.num_slots, device=device)
-        self._slots_of_rows = torch.full((num_rows + 1,), NO_SLOT, device=device)  # and of the spare row
-        self._products = [*adapters.products.values()]
+        # And of the spare row; `_no_slot` where a row has no adapter.
+        self._slots_of_rows = torch.full((num_rows + 1,), self._no_slot, dtype=torch.int32, device=device)
         for path, product in adapters.products.items():
             product.slots = LayerSlots(adapters.layers[path], adapters.num_slots, adapters.max_rank, adapters.dtype)
 
@@ -178,31 +169,30 @@ class AdapterSlots(RowState):
 
     def _upload(self, rows: Iterable[int]) -> None:
         """Tell the device which slots these rows have."""
-        changed = [(row, self.by_row.get(row, NO_SLOT)) for row in rows]
+        changed = [(row, self.by_row.get(row, self._no_slot)) for row in rows]
         if changed:
-            pairs = to_device(torch.tensor(changed, device="cpu"), self._slots_of_rows.device)
-            self._slots_of_rows[pairs[:, 0]] = pairs[:, 1]
+            pairs = numbers_to_device(changed, self._slots_of_rows.device)
+            self._slots_of_rows[pairs[:, 0]] = pairs[:, 1].int()
 
-    def begin_step(self, on_host: AllSections) -> bool:
-        """Return whether a row of a packet's step has an adapter; if none has, the layers add nothing."""
-        self._set(None)
-        if not self.by_row:
-            return False
+    def begin_step(self, on_host: AllSections) -> None:
+        """Note whether a row of a packet's step has an adapter."""
         section = "chunks" if len(on_host.chunks) else "decode_rows"
-        return not self.by_row.keys().isdisjoint(column(on_host, section, "row").tolist())
+        rows = column(on_host, section, "row").tolist() if self.by_row else ()
+        self.are_used = not self.by_row.keys().isdisjoint(rows)
 
-    def of_tokens(self, step: ForwardStep) -> Tensor:
-        """Return the slot of each token of a step, (num_tokens,), and have the layers add the adapters' products."""
+    def of_tokens(self, step: ForwardStep) -> LoRARows | None:
+        """Return which adapter each token of a step has, and have the layers add the products; None if none are used.
+
+        Nothing on the device depends on which rows have adapters, so a CUDA graph may capture it.
+        """
+        if not self.are_used:
+            self._adapters.step.rows = None
+            return None
         slots, num_tokens = self._slots_of_rows[step.rows.long()], len(step.token_ids)
         if isinstance(step.attention, PrefillMetadata):
             segments, _ = ragged_indices(step.attention.cu_query_lens, num_tokens)
             slots = slots[segments]
-        elif num_tokens != len(slots):
-            slots = slots.repeat_interleave(num_tokens // len(slots))
-        self._set((slots.unsqueeze(1) == self._slot_ids).unsqueeze(2))
-        return slots
-
-    def _set(self, is_of_slot: Tensor | None) -> None:
-        if self._products and self._products[0].is_of_slot is not is_of_slot:
-            for product in self._products:
-                product.is_of_slot = is_of_slot
+        elif num_tokens != len(slots):  # rows of several tokens
+            slots = slots.unsqueeze(1).expand(-1, num_tokens // len(slots)).reshape(-1)
+        self._adapters.step.rows = LoRARows(slots)
+        return self._adapters.step.rows

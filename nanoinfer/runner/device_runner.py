@@ -23,7 +23,7 @@ from nanoinfer.errors import ConfigError, NanoinferError
 from nanoinfer.lora.adapter_slots import RankAdapters
 from nanoinfer.lora.adapter_weights import AdapterMatrices
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
@@ -185,6 +185,10 @@ class DeviceRunner:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
             runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+            if runner.state.adapters is not None:
+                sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait
+                graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, late=True)
+                runner.state.adapter_graphs = graphs
 
     def _drop_model_runner(self) -> None:
         runner, self._model_runner = self._model_runner, None

@@ -36,7 +36,7 @@ class DeviceState:
 
     row_states: all that serves options of rows: of the sampler, and the pooler. routing_table: None unless it is asked
     for. decode_graphs: None without CUDA graphs, and until they are captured. adapters: one of row_states; None without
-    enable_lora. uses_adapters: whether the step has a row with one.
+    enable_lora. adapter_graphs: decode steps in which a row has an adapter; None where decode_graphs is.
     """
 
     buffers: StepBuffers
@@ -48,7 +48,17 @@ class DeviceState:
     routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = None
     adapters: AdapterSlots | None = None
-    uses_adapters: bool = False
+    adapter_graphs: DecodeGraphs | None = None
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return self.adapters is not None and self.adapters.are_used
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """The graphs for a decode step of these rows; None if it is to run without."""
+        return self.adapter_graphs if self.uses_adapters else self.decode_graphs
 
     def prefill_graph(self, num_tokens: int, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
         """Return what computes a prefill step of so many tokens by graphs; None if the model is to compute it."""
@@ -63,7 +73,7 @@ class DeviceState:
             self.sampler.admit(on_device)
             admit_rows(self.row_states, on_host)
         if self.adapters is not None:
-            self.uses_adapters = self.adapters.begin_step(on_host)
+            self.adapters.begin_step(on_host)
         if header.counts["block_copies"]:
             self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:

@@ -1,6 +1,7 @@
 """Makes what runs steps: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -204,8 +205,11 @@ class Setup:
 
     def run_largest_prefills(self, runner: ModelRunner, limits: RunnerLimits) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
-        rows = torch.arange(limits.max_num_seqs, device=self.device)
-        for num_tokens in sizes_to_measure(self.max_step_tokens(limits), self.tp):
+        rows, adapters = torch.arange(limits.max_num_seqs, device=self.device), runner.state.adapters
+        sizes = sizes_to_measure(self.max_step_tokens(limits), self.tp)
+        for num_tokens, uses_adapters in product(sizes, (True, False) if adapters else (False,)):
+            if adapters is not None:
+                adapters.are_used = uses_adapters
             step = runner.planned(largest_prefill(runner.state.tables, rows, num_tokens))
             hidden = runner.forward(step)
             if runner.model.generates:
@@ -230,6 +234,8 @@ class Setup:
         if num_tokens > 1:  # steps may have any number of tokens a row up to this
             count = max(count, len(several_tokens_graph_sizes(sizes)) * (num_tokens - 1))
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
+        if self.config.enable_lora:  # steps with adapters have graphs of their own
+            count += (1 + shares_prefixes) * len(several_tokens_graph_sizes(sizes))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
     def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from nanoinfer import LoRARequest
+from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows
 
 PREFIX = "base_model.model."
 
@@ -57,3 +59,28 @@ def merge(base: Path, adapter: Path, folder: Path, factor: Callable[[str], float
 
 def request(folder: Path, number: int) -> LoRARequest:
     return LoRARequest(folder.name, number, str(folder))
+
+
+def random_products(
+    slots: list[int],
+    num_slots: int,
+    num_inputs: int,
+    sizes: tuple[int, ...],
+    max_rank: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, LoRARows, LoRAMatrices]:
+    """Return random arguments of `add_lora`, in another order: x and out amid NaN, the rows, the matrices."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def amid_nan(width: int) -> Tensor:
+        wide = torch.full((len(slots), width + 64), float("nan"), dtype=dtype, device=device)
+        wide[:, :width] = randn(len(slots), width)
+        return wide[:, :width]
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = randn(num_slots, len(sizes) * max_rank, num_inputs), randn(num_slots, sum(sizes), max_rank)
+    rows = LoRARows(torch.tensor(slots, dtype=torch.int32, device=device))
+    return amid_nan(num_inputs), amid_nan(sum(sizes)), rows, LoRAMatrices(a / num_inputs**0.5, b, sizes)

@@ -20,8 +20,8 @@ def make_adapters(count: int) -> list[Adapter]:
     return [Adapter(LoRARequest(f"adapter {number}", number, "folder"), number) for number in range(1, count + 1)]
 
 
-def add(scheduler: AdapterScheduler, seq_id: int, adapter: Adapter | None) -> Sequence:
-    seq = Sequence(seq_id, [1, 2, seq_id], ONE_TOKEN, identity=adapter, adapter=adapter)
+def add(scheduler: AdapterScheduler, seq_id: int, adapter: Adapter | None, priority: int = 0) -> Sequence:
+    seq = Sequence(seq_id, [1, 2, seq_id], ONE_TOKEN, priority=priority, identity=adapter, adapter=adapter)
     scheduler.add(seq)
     return seq
 
@@ -43,6 +43,13 @@ def test_sequences_whose_adapter_has_a_slot_overtake_those_that_wait_for_one() -
     assert scheduler.is_finished()
     assert not first.users
     assert not second.users
+
+
+def test_those_that_wait_for_a_slot_get_it_by_priority_and_arrival() -> None:
+    scheduler, adapters = make_scheduler(num_slots=1), make_adapters(4)
+    for seq_id, priority in enumerate((0, 0, 5, 0)):
+        add(scheduler, seq_id, adapters[seq_id], priority)
+    assert [run_step(scheduler) for _ in adapters] == [[0], [2], [1], [3]]
 
 
 def test_the_adapter_that_is_unused_for_longest_leaves_its_slot() -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, ConfigError
+from nanoinfer.ops.lora.spec import LoRARows
 from tests.control.test_weight_control import save_random
 from tests.lora.adapters import PREFIX, merge, request, write_adapter
 from tests.lora.test_adapters import GREEDY, OPTIONS, check
@@ -71,9 +72,10 @@ def test_products_and_caches_in_fewer_bits(
         layer = engine.runner.model.model.layers[1].mlp.down_proj
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
         product, matrices = layer.quant_method, load_file(adapter / "adapter_model.safetensors")
-        product.is_of_slot = torch.tensor([True, False, True]).view(3, 1, 1)
+        step = engine.runner.adapters.step
+        step.rows = LoRARows(torch.tensor([0, 1, 0], dtype=torch.int32))
         changed = [product.apply(layer, x, None), product.apply_split(layer, x, None).sum(0)]
-        product.is_of_slot = None
+        step.rows = None
         plain = product.apply(layer, x, None)
     a, b = (matrices[f"{PREFIX}model.layers.1.mlp.down_proj.lora_{which}.weight"] for which in "AB")
     wanted = plain + 2 * (x @ a.T @ b.T) * torch.tensor([[1.0], [0.0], [1.0]])
