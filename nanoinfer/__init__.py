@@ -20,6 +20,7 @@ from nanoinfer.errors import (
     WorkerError,
 )
 from nanoinfer.flat_logprobs import FlatLogprobs
+from nanoinfer.lora.lora_request import LoRARequest
 from nanoinfer.metrics import EngineMetrics, RequestChange, StepEvent
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Score, StreamChunk
 from nanoinfer.pooling_outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, RewardOutput
@@ -44,6 +45,7 @@ __all__ = [
     "EngineStateError",
     "FlatLogprobs",
     "JobError",
+    "LoRARequest",
     "Logprob",
     "ModelError",
     "NanoinferError",

@@ -15,6 +15,7 @@ from typing import Any
 from nanoinfer.engine.engine import Engine
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import Inbox, RequestQueue
+from nanoinfer.lora.lora_request import LoRARequests
 from nanoinfer.outputs import RequestOutputs, StreamChunk
 from nanoinfer.progress import Progress
 from nanoinfer.text.arguments import (
@@ -87,20 +88,22 @@ class AsyncCalls:
                     on_finish(outputs[num_reported - 1])
         return sorted(outputs, key=lambda output: output.request_id)
 
-    def stream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
+    def stream(
+        self, prompts: Prompts, sampling_params: Params = None, lora_request: LoRARequests = None
+    ) -> AsyncGenerator[StreamChunk, None]:
         """Complete one prompt or many, and yield what is new of each, as `LLM.stream` does."""
         scope = ExitStack()
-        return ChunkStream(self._chunks(prompts, sampling_params, scope), scope)
+        return ChunkStream(self._chunks(prompts, sampling_params, lora_request, scope), scope)
 
     async def _chunks(
-        self, prompts: Prompts, sampling_params: Params, scope: ExitStack
+        self, prompts: Prompts, sampling_params: Params, lora_request: LoRARequests, scope: ExitStack
     ) -> AsyncGenerator[StreamChunk, None]:
         prompts = as_list_of_prompts(prompts)
         prepared: list[PreparedRequest] = []
         with_part = self._response_reader.telling_parts(prepared)
 
         def prepare() -> list[PreparedRequest]:
-            prepared.extend(self._preparer.prepare(prompts, sampling_params))
+            prepared.extend(self._preparer.prepare(prompts, sampling_params, lora_request=lora_request))
             check_streamable([request.sampling_params for request in prepared])
             return prepared
 
@@ -182,6 +185,7 @@ class AsyncMethods:
         on_finish: OnFinish | None = None,
         on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> RequestOutputs:
         """Do as `generate`, with its arguments but for hidden states, while other tasks of the event loop run.
 
@@ -196,14 +200,17 @@ class AsyncMethods:
             priority,
             on_error=on_error,
             tokenization_kwargs=tokenization_kwargs,
+            lora_request=lora_request,
         )
         prepare = await _with_grammars(prepare, sampling_params, len(prompts))
         with Progress(self.engine.metrics, len(prompts), use_tqdm) as progress:
             return RequestOutputs(await self._async_calls.complete(prepare, progress.show, on_finish))
 
-    def astream(self, prompts: Prompts, sampling_params: Params = None) -> AsyncGenerator[StreamChunk, None]:
+    def astream(
+        self, prompts: Prompts, sampling_params: Params = None, *, lora_request: LoRARequests = None
+    ) -> AsyncGenerator[StreamChunk, None]:
         """Do as `stream`, for `async for`; the errors are raised when the first chunk is asked for."""
-        return self._async_calls.stream(prompts, sampling_params)
+        return self._async_calls.stream(prompts, sampling_params, lora_request)
 
 
 class ChunkStream(AsyncGenerator[StreamChunk, None]):

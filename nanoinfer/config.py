@@ -195,6 +195,13 @@ class EngineConfig:
     enable_return_routed_experts: bool = neutral_option(
         False, "Return which experts computed each token, as `routed_experts` of every completion."
     )
+    enable_lora: bool = neutral_option(
+        False, "Serve adapters of peft (LoRA), which calls name by `lora_request`, beside the model itself."
+    )
+    max_loras: int = neutral_option(
+        1, "The most adapters on the device at a time; requests of further ones wait. Each slot takes memory."
+    )
+    max_lora_rank: int = neutral_option(16, "The highest rank of an adapter; each slot takes memory for it.")
     revision: str | None = option(
         None,
         "The branch, tag or commit of the model on the hub; if not given, the main branch. The tokenizer's too, unless "

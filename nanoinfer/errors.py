@@ -82,9 +82,9 @@ def closed_error(failure: NanoinferError | None) -> NanoinferError:
 
 
 NOT_SUPPORTED = "nanoinfer does not support it"
-NO_ADAPTERS = (
-    "adapters are not supported; merge the adapter into its base model with peft's merge_and_unload, and give the "
-    "folder where that is saved"
+ADAPTER_REMEDY = (
+    "use the base model with enable_lora=True, and name the adapter in calls by lora_request=LoRARequest(name, id, "
+    "folder), or merge the two with peft's merge_and_unload and give the folder where that is saved"
 )
 ABOUT_ADAPTERS = re.compile(r"lora|peft|(?<!prompt_)adapter")  # in the name of an option
 # For an option that nanoinfer does not have: the values that ask for what it does anyway, and why it takes no others.
@@ -120,7 +120,7 @@ def says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
 def explain_unknown(name: str, known: Collection[str], foreign: Foreigners) -> str:
     """Say which option was probably meant, or why there is none; "" if there is nothing to say."""
     if ABOUT_ADAPTERS.search(name):
-        return f"{NO_ADAPTERS}."
+        return f"{ADAPTER_REMEDY}."
     its = foreign.get(name, "")
     if not isinstance(its, str):
         accepted, why = its or ((), NOT_SUPPORTED)

@@ -18,8 +18,10 @@ from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine, reduce_llm
+from nanoinfer.lora.lora_methods import LoRAMethods
+from nanoinfer.lora.lora_request import LoRARequest, LoRARequests
 from nanoinfer.metrics import EngineMetrics, engine_html
-from nanoinfer.outputs import RequestOutput, RequestOutputs, Scores, StreamChunk
+from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
 from nanoinfer.pooling_calls.calls import PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import (
     HiddenStatesOptions,
@@ -31,7 +33,7 @@ from nanoinfer.pooling_calls.llm_methods import PoolingMethods
 from nanoinfer.progress import Progress
 from nanoinfer.replicas.start_replicas import load_replicas
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scoring import Pairs, check_scores
+from nanoinfer.scoring import ScoringMethods
 from nanoinfer.text.arguments import (
     GivenPrompt,
     OnError,
@@ -54,7 +56,7 @@ import_seconds.end()
 
 
 @with_vllm_names
-class LLM(PoolingMethods, ControlMethods, AsyncMethods):
+class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMethods):
     """Loads a language model, and completes prompts with it.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
@@ -86,7 +88,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         self._weights: object = files.list_files()  # names them for `datasets`
         self._states_reader = HiddenStatesReader(files.model_config, self.config, loaded.info.dtype)
         self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
-        self._control = loaded.control
+        self._control, self.adapters = loaded.control, loaded.adapters
         self._response_reader = ResponseReader(self.config.response_template, self.preparer.prompt_processor)
         self._async_calls = AsyncCalls(self.queue, self.preparer, self._response_reader)
         self._write_trace = loaded.start_trace(self.config.trace, repr(self)) if self.config.trace else None
@@ -123,6 +125,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         hidden_states: Sequence[int] | None = None,
         hidden_state_positions: Literal["prompt", "last"] = "prompt",
         on_hidden_states: OnHiddenStates | None = None,
+        lora_request: LoRARequests = None,
     ) -> RequestOutputs:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
@@ -145,6 +148,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         on_hidden_states: called with (index of the prompt, layer, first token, states) as each chunk is launched; the
             states are on the device, to be used in the order of its current stream, and nothing is kept. What it raises
             ends the call.
+        lora_request: the adapter for all prompts, or a list with one, or None, for each; see `add_lora`.
 
         Steps begin when the first few hundred prompts are checked; if the call fails later, nothing of it is left
         behind. Raises RequestError for prompts or sampling_params that cannot be served.
@@ -159,6 +163,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
             tokenization_kwargs=tokenization_kwargs,
             use_tqdm=use_tqdm,
             on_error=on_error,
+            lora_request=lora_request,
             at_once=wanted is not None or on_finish is not None,
         )
         return self._complete(portions, use_tqdm, on_finish, wanted)
@@ -183,6 +188,7 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         hidden_states: Sequence[int] | None = None,
         hidden_state_positions: Literal["prompt", "last"] = "prompt",
         on_hidden_states: OnHiddenStates | None = None,
+        lora_request: LoRARequests = None,
     ) -> RequestOutputs:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
 
@@ -215,49 +221,36 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
             tokenization_kwargs=tokenization_kwargs,
             use_tqdm=use_tqdm,
             on_error=on_error,
+            lora_request=lora_request,
             at_once=wanted is not None or on_finish is not None,
         )
         return self._complete(portions, use_tqdm, self._response_reader.reading(tools, on_finish), wanted)
 
-    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompts: Prompts, sampling_params: Params = None, *, lora_request: LoRARequests = None
+    ) -> Iterator[StreamChunk]:
         """Complete one prompt or many, and yield what is new of each as its tokens come.
 
-        prompts, sampling_params: as in `generate`, and so are the errors, raised by this call. The requests are queued
+        The arguments are as in `generate`, and so are the errors, raised by this call. The requests are queued
         when the first chunk is asked for. Other calls may run between two chunks. Whoever leaves the loop early has
         what is unfinished aborted: the next step of any call frees it. With n > 1 the samples' chunks come side by
         side, and `sample` says which one a chunk belongs to. Raises RequestError for prompt_logprobs too: chunks have
         no place for them.
         """
-        requests = self.preparer.prepare(as_list_of_prompts(prompts), sampling_params)
+        requests = self.preparer.prepare(as_list_of_prompts(prompts), sampling_params, lora_request=lora_request)
         check_streamable([request.sampling_params for request in requests])
         return self._stream(requests)
 
-    @rare_collections()
-    def score(
-        self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True, *, on_error: OnError = "raise"
-    ) -> Scores:
-        """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
-
-        prompts, completions: as in `generate`, as many of both, or one prompt for all completions.
-        on_error: with "return", pairs that cannot be served come back in their places, with the reason in `error`.
-
-        Two texts are joined before they are tokenized, as the model would read them. The completion begins where the
-        tokens of the whole differ from those of the prompt alone, so a token across the border belongs to the
-        completion. If that leaves no token for the prompt, or if either is given as token ids, each is tokenized by
-        itself. Prompts that begin alike share the computation of what is alike. Raises RequestError for a pair that
-        cannot be served, and where `logprobs_mode` is one of logits.
-        """
-        self.engine.check_open()
-        check_scores(self.config.logprobs_mode)
-        pairs = Pairs(self.preparer.prompt_processor, as_list_of_prompts(prompts), as_list_of_prompts(completions))
-        portions = pairs.prepare_portions(self.preparer.portion_size, on_error)
-        return pairs.scores(self._complete(portions, use_tqdm, reads="Scoring"))
-
     def add_request(
-        self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: GivenPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> int:
         """Queue a request for `step` to run and return its id. Raises RequestError for one that cannot be served."""
-        requests = self.preparer.prepare([as_prompt(prompt)], sampling_params, [priority])
+        requests = self.preparer.prepare([as_prompt(prompt)], sampling_params, [priority], lora_request=lora_request)
         return self.queue.add_requests(requests, self._inbox)[0]
 
     def add_chat_request(
@@ -268,10 +261,12 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> int:
         """Queue a conversation, as `chat` reads it, for `step` to answer, and return its id."""
         template_options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        requests = self.preparer.prepare_chat(messages, sampling_params, template_options, priority=[priority])
+        options = {"priority": [priority], "lora_request": lora_request}
+        requests = self.preparer.prepare_chat(messages, sampling_params, template_options, **options)
         with self.queue.lock:  # or the `step` of another thread could return the output before it is expected
             return self._response_reader.expect(self.queue.add_requests(requests, self._inbox)[0], tools)
 
@@ -368,11 +363,10 @@ class LLM(PoolingMethods, ControlMethods, AsyncMethods):
         use_tqdm: bool,
         on_finish: OnFinish | None = None,
         wanted: HiddenStatesOptions | None = None,
-        reads: str | None = None,
     ) -> RequestOutputs:
-        """Run the requests of a call to their end. reads: see Progress."""
+        """Run the requests of a call to their end."""
         portions = portions if wanted is None else wanted.add_to(portions)
-        progress = Progress(self.engine.metrics, portions.num_requests, use_tqdm, reads=reads)
+        progress = Progress(self.engine.metrics, portions.num_requests, use_tqdm)
         with progress, raising_errors(wanted, progress.show) as show:
             outputs = self.queue.complete(portions, show, on_finish)
         return RequestOutputs(outputs)

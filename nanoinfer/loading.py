@@ -26,9 +26,12 @@ from nanoinfer.engine.engine import Engine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.preparer import Preparer
 from nanoinfer.engine.request_queue import RequestQueue
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.lora.adapter_scheduler import AdapterScheduler
+from nanoinfer.lora.registry import AdapterRegistry
 from nanoinfer.models.implementations import read_model_config
 from nanoinfer.pooling_calls.pooling_steps import PoolingSteps
 from nanoinfer.runner.device_runner import DeviceRunner
@@ -120,6 +123,7 @@ class LoadedEngine(NamedTuple):
     info: RunnerInfo
     seconds: dict[str, float]  # of each part of loading; for the tokenizer, how long the rest waited for it
     pooling_steps: PoolingSteps | None = None  # of an engine in this process
+    adapters: AdapterRegistry | None = None  # with enable_lora
 
     def start_trace(self, path: str, title: str) -> Callable[[], object]:
         """Record the run of the engine from now on; return the function that writes the file, once."""
@@ -163,6 +167,11 @@ def find_model(config: EngineConfig) -> ModelFiles:
     model_config = read_model_config(folder, config)
     if not model_config.finds_prefixes:
         config = replace(config, enable_prefix_caching=False)
+    if config.enable_lora and (config.data_parallel_size > 1 or config.distributed_executor_backend != "mp"):
+        raise ConfigError(
+            f"enable_lora=True with data_parallel_size={config.data_parallel_size} and distributed_executor_backend="
+            f"{config.distributed_executor_backend!r} is not supported; use 1 and 'mp'"
+        )
     if config.enable_return_routed_experts and model_config.moe is None:
         raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")
     if config.speculative_config and model_config.refusal_reason is not None:
@@ -194,21 +203,29 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
         new_bits = partial(host_array, device=runner.info.device)
         constraints = files.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
         new_listener = partial(StepEventListener, device=runner.info.device)
-        engine = LLMEngine(config, runner, tokenizer, prompt_processor.stop_token_ids, constraints, new_listener)
+        new_scheduler = partial(AdapterScheduler, num_slots=config.max_loras) if config.enable_lora else Scheduler
+        engine = LLMEngine(
+            config, runner, tokenizer, prompt_processor.stop_token_ids, constraints, new_listener, new_scheduler
+        )
         engine.proposer = make_speculator(config, runner.limits, engine.stats)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()
     queue = RequestQueue(engine)
+    preparer = Preparer(engine, prompt_processor, constraints)
+    adapters = AdapterRegistry(engine, runner, queue.lock) if config.enable_lora else None
+    preparer.adapters_of = adapters.adapters_of if adapters else None
     has_blocks_alone = runner.limits.cache_specs == (FullAttentionSpec(),)
+    pooling_steps = PoolingSteps(engine, model_config.head is not None and has_blocks_alone)
     return LoadedEngine(
         engine=engine,
         queue=queue,
-        preparer=Preparer(engine, prompt_processor, constraints),
+        preparer=preparer,
         constraints=constraints,
         control=WeightControl(engine, queue.lock),
         max_model_len=runner.limits.max_model_len,
         info=runner.info,
         seconds=runner.info.start_seconds | {"tokenizer": time.perf_counter() - loaded},
-        pooling_steps=PoolingSteps(engine, model_config.head is not None and has_blocks_alone),
+        pooling_steps=None if adapters else pooling_steps,  # it knows of no adapters
+        adapters=adapters,
     )

@@ -1,17 +1,61 @@
-"""How likely a completion is, from the log-probabilities of a prompt that ends with it."""
+"""How likely a completion is, from the log-probabilities of a prompt that ends with it: `LLM.score`."""
 
 import math
 from collections.abc import Sequence
 
-from nanoinfer.engine.preparer import Portions
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.engine import Engine
+from nanoinfer.engine.preparer import Portions, Preparer, add_adapters
 from nanoinfer.engine.request_logprobs import PromptLogprobs
+from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError
+from nanoinfer.garbage import rare_collections
+from nanoinfer.lora.lora_request import LoRARequests
 from nanoinfer.outputs import RequestOutput, Score, Scores
+from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.arguments import Errors, OnError, Prompt, check_on_error
-from nanoinfer.text.prompts import EncodedPair, PreparedRequest, PromptProcessor
+from nanoinfer.text.arguments import Errors, OnError, Prompt, Prompts, as_list_of_prompts, check_on_error
+from nanoinfer.text.prompts import EncodedPair, PreparedRequest
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+class ScoringMethods:
+    """Gives `LLM`, which sets these fields, the method that scores completions."""
+
+    engine: Engine
+    config: EngineConfig
+    queue: RequestQueue
+    preparer: Preparer
+
+    @rare_collections()
+    def score(
+        self,
+        prompts: Prompts,
+        completions: Prompts,
+        use_tqdm: bool = True,
+        *,
+        on_error: OnError = "raise",
+        lora_request: LoRARequests = None,
+    ) -> Scores:
+        """Return how likely the model finds each completion after its prompt, and whether greedy decoding would say it.
+
+        prompts, completions: as in `generate`, as many of both, or one prompt for all completions.
+        on_error: with "return", pairs that cannot be served come back in their places, with the reason in `error`.
+        lora_request: as in `generate`.
+
+        Two texts are joined before they are tokenized, as the model would read them. The completion begins where the
+        tokens of the whole differ from those of the prompt alone, so a token across the border belongs to the
+        completion. If that leaves no token for the prompt, or if either is given as token ids, each is tokenized by
+        itself. Prompts that begin alike share the computation of what is alike. Raises RequestError for a pair that
+        cannot be served, and where `logprobs_mode` is one of logits.
+        """
+        self.engine.check_open()
+        check_scores(self.config.logprobs_mode)
+        pairs = Pairs(self.preparer, as_list_of_prompts(prompts), as_list_of_prompts(completions), lora_request)
+        portions = pairs.prepare_portions(on_error)
+        with Progress(self.engine.metrics, portions.num_requests, use_tqdm, reads="Scoring") as progress:
+            return pairs.scores(self.queue.complete(portions, progress.show))
 
 
 def check_scores(logprobs_mode: str) -> None:
@@ -25,20 +69,23 @@ def check_scores(logprobs_mode: str) -> None:
 class Pairs:
     """Prepares the requests of the pairs of one call to `LLM.score`, and reads the scores from the outputs."""
 
-    def __init__(self, prompts: PromptProcessor, firsts: Sequence[Prompt], seconds: Sequence[Prompt]) -> None:
+    def __init__(
+        self, preparer: Preparer, firsts: Sequence[Prompt], seconds: Sequence[Prompt], lora_request: LoRARequests
+    ) -> None:
         if len(firsts) == 1 and seconds:
             firsts = [*firsts] * len(seconds)
         if len(firsts) != len(seconds):
             raise RequestError(
                 f"{len(seconds)} completions for {len(firsts)} prompts; give one for each, or one prompt for all"
             )
-        self._prompt_processor, self._firsts, self._seconds = prompts, firsts, seconds
+        self._preparer, self._firsts, self._seconds = preparer, firsts, seconds
+        self._adapters = preparer.find_adapters(lora_request, len(firsts))
         self._encoded: dict[int, EncodedPair] = {}
 
-    def prepare_portions(self, size: int | None, on_error: OnError) -> Portions:
+    def prepare_portions(self, on_error: OnError) -> Portions:
         """Return the requests of all pairs. Raises RequestError for those that cannot be served, unless told not to."""
         check_on_error(on_error)
-        return Portions(self._prepare, range(len(self._firsts)), size, on_error)
+        return Portions(self._prepare, range(len(self._firsts)), self._preparer.portion_size, on_error)
 
     def scores(self, outputs: Sequence[RequestOutput]) -> Scores:
         """Return the score of each pair, given the outputs of their requests in order."""
@@ -46,9 +93,11 @@ class Pairs:
 
     def _prepare(self, indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
         firsts = {index: self._firsts[index] for index in indices}
-        encoded = self._prompt_processor.encode_pairs(firsts, self._seconds, errors)
+        encoded = self._preparer.prompt_processor.encode_pairs(firsts, self._seconds, errors)
         self._encoded |= encoded
-        return [scoring_request(pair) for pair in encoded.values()]
+        requests = {index: scoring_request(pair) for index, pair in encoded.items()}
+        add_adapters(requests, self._adapters)
+        return [*requests.values()]
 
 
 def scoring_request(pair: EncodedPair) -> PreparedRequest:

@@ -17,7 +17,7 @@ Class = TypeVar("Class", bound=type)
 WITHOUT: dict[str, tuple[Any, ...]] = {
     """
         aggregate_engine_logging calculate_kv_scales data_parallel_external_lb data_parallel_hybrid_lb
-        disable_sliding_window enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel enable_lora
+        disable_sliding_window enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel
         enable_mm_embeds enable_prompt_adapter enable_prompt_embeds fully_sharded_loras
         interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill ray_workers_use_nsight skip_mm_profiling
         skip_tokenizer_init trust_remote_code use_tqdm_on_load
@@ -34,7 +34,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         additional_config allowed_local_media_path code_revision cuda_graph_sizes cudagraph_capture_sizes
         default_mm_loras hf_config_path kv_events_config kv_transfer_config
         limit_mm_per_prompt lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
-        max_lora_rank max_loras max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
+        max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
         override_generation_config pooler_config quantization_param_path
         scheduler_cls tokenizer_revision worker_cls worker_extension_cls
     """: (),

@@ -101,9 +101,9 @@ def test_values_at_the_edge_of_their_range_are_accepted(options: dict[str, Any])
     assert {name: getattr(config, name) for name in options} == options
 
 
-MERGE = (
-    "adapters are not supported; merge the adapter into its base model with peft's merge_and_unload, and give the "
-    "folder where that is saved."
+ADAPTERS = (
+    "use the base model with enable_lora=True, and name the adapter in calls by lora_request=LoRARequest(name, id, "
+    "folder), or merge the two with peft's merge_and_unload and give the folder where that is saved."
 )
 
 
@@ -116,7 +116,7 @@ MERGE = (
         ("eager", "did you mean 'enforce_eager'? "),
         ("block_size", "did you mean 'kvcache_block_size'? "),
         ("num_gpu_blocks_override", "did you mean 'num_kvcache_blocks'? "),
-        *((name, f"{MERGE} ") for name in ("enable_lora", "lora_modules", "lora_local_path", "peft", "lora_paths")),
+        *((name, f"{ADAPTERS} ") for name in ("lora_modules", "lora_local_path", "peft", "lora_paths")),
         ("enable_prompt_adapter", "nanoinfer does not support it. "),
         ("trust_remote_code", "nanoinfer does not support it. "),
         ("hf_override", "did you mean 'hf_overrides'? "),
@@ -402,7 +402,7 @@ def test_a_model_of_another_kind_is_named_as_what_it_is_with_what_to_do(
         (
             "adapter_config.json",
             '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',
-            f"holds a LoRA adapter of 'Qwen/Qwen3-0.6B', not a model, and {MERGE[:-1]}",
+            f"holds a LoRA adapter of 'Qwen/Qwen3-0.6B', not a model; {ADAPTERS[:-1]}",
         ),
     ],
 )

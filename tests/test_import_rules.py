@@ -34,6 +34,7 @@ EVERYBODY = {
     "token_ids",
     "integers",
     "checkpoint",
+    "lora.lora_request",
 }
 STEP_DATA = {
     "engine.packet",
@@ -76,21 +77,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "caches": EVERYBODY | {"ops", "distributed", "engine.cache_groups.specs"},
     "layers": EVERYBODY | {"caches", "quantization", "ops", "distributed"},
     "models": EVERYBODY | {"caches", "layers", "quantization", "ops", "distributed", "step_threads"},
+    "lora": EVERYBODY | STEP_DATA | {"engine", "sampling", "models", "layers", "ops"},
     "sampling": EVERYBODY | STEP_DATA | {"models", "layers", "ops", "distributed"},
-    "runner": EVERYBODY | STEP_DATA | {"sampling", "models", "layers", "caches", "ops", "distributed", "step_threads"},
+    "runner": EVERYBODY
+    | STEP_DATA
+    | {"sampling", "models", "layers", "caches", "ops", "distributed", "step_threads"}
+    | {"lora.adapter_config", "lora.adapter_slots", "lora.adapter_weights"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
-    "scoring": EVERYBODY | {"text", "engine.request_logprobs", "engine.preparer"},
+    "scoring": EVERYBODY | {"text", "engine", "progress"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
     "control": EVERYBODY | {"text", "engine"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY
-    | {"constraints", "control", "engine", "executor", "runner", "models", "text", "pooling_calls.pooling_steps"}
-    | {"speculation"},
+    | {"constraints", "control", "engine", "executor", "lora", "runner", "models", "speculation", "text"}
+    | {"pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
-    | {"before_torch", "pooling_calls"},
+    | {"before_torch", "lora.lora_methods", "pooling_calls"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
     "bench": EVERYBODY

@@ -510,7 +510,7 @@ def test_chats_have_hidden_states_of_their_prompts(tiny: LLM) -> None:
         (
             "classify",
             {"lora_request": 1},
-            "classify has no option 'lora_request'; adapters are not supported; merge the adapter into its base model",
+            "classify has no option 'lora_request'; use the base model with enable_lora=True, and name",
         ),
         ("reward", {"use_tqmd": True}, "reward has no option 'use_tqmd'; did you mean 'use_tqdm'?"),
         ("aembed", {"prompt_nam": "q"}, "aembed has no option 'prompt_nam'; did you mean 'prompt_name'?"),
@@ -569,8 +569,8 @@ def test_what_vllms_generate_and_chat_take_is_accepted_where_it_asks_for_nothing
         (tiny.chat, {"guided_json": {"a": 1}}, "chat has no option 'guided_json'; did you mean 'structured_outputs="),
         (
             tiny.chat,
-            {"lora_request": 1},
-            "chat has no option 'lora_request'; adapters are not supported; merge the adapter into",
+            {"lora_modules": 1},
+            "chat has no option 'lora_modules'; use the base model with enable_lora=True, and name",
         ),
         (tiny.chat, {"use_tqmd": True}, "chat has no option 'use_tqmd'; did you mean 'use_tqdm'? Options: messages, "),
     ):

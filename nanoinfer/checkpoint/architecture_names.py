@@ -6,7 +6,7 @@ from typing import Any
 
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, read_json
-from nanoinfer.errors import NO_ADAPTERS, ModelError
+from nanoinfer.errors import ADAPTER_REMEDY, ModelError
 
 # How the names of architectures end that generate nothing, and what their head computes.
 ENDINGS = {"ForSequenceClassification": "sequence", "ForTokenClassification": "tokens", "Model": "none"}
@@ -90,7 +90,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         return read_json(folder / "config.json")
     if (folder / "adapter_config.json").exists():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        raise ModelError(f"{folder} holds a LoRA adapter of {base!r}, not a model, and {NO_ADAPTERS}")
+        raise ModelError(f"{folder} holds a LoRA adapter of {base!r}, not a model; {ADAPTER_REMEDY}")
     if any(folder.glob("*.gguf")):
         raise ModelError(f"{folder} has only GGUF files; {GGUF_REMEDY}")
     raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checkpoint.hub import GGUF_REMEDY, LFS_REMEDY, is_lfs_pointer, read_json
 from nanoinfer.checkpoint.weights import ModelWeights, Place, listed
-from nanoinfer.errors import NO_ADAPTERS, ModelError
+from nanoinfer.errors import ADAPTER_REMEDY, ModelError
 
 logger = logging.getLogger("nanoinfer")
 
@@ -142,7 +142,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return files
     if others:
         is_mistral = any(path.match(NOT_THE_MODEL[0]) for path in others)
-        why = f"such a file has the layout of Mistral's own code; download {SINGLE}" if is_mistral else NO_ADAPTERS
+        why = f"such a file has the layout of Mistral's own code; download {SINGLE}" if is_mistral else ADAPTER_REMEDY
         raise ModelError(f"{folder} has no {SINGLE}, and {listed([path.name for path in others])} is not read: {why}")
     names = sorted(path.name for path in folder.iterdir())
     if gguf := [name for name in names if name.endswith(".gguf")]:

@@ -47,6 +47,7 @@ class LLMEngine(Engine):
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
     own, which end a completion. constraints: makes the token masks of steps; it has compiled what requests ask for.
     new_listener: makes what is told of the steps while functions of `on_step` want events: an EventSource.
+    new_scheduler: the class of the scheduler, or what makes one by the same arguments.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LLMEngine(Engine):
         stop_token_ids: frozenset[int],
         constraints: ConstraintManager | None = None,
         new_listener: Callable[[Scheduler], Listener] = lambda _: SILENT,
+        new_scheduler: Callable[..., Scheduler] = Scheduler,
     ) -> None:
         super().__init__(config)
         self.constraints = constraints
@@ -73,7 +75,7 @@ class LLMEngine(Engine):
             max_chunk_tokens=limits.max_chunk_tokens(config.max_num_batched_tokens),
         )
         self._routed_experts = RoutedExperts(runner) if config.enable_return_routed_experts else None
-        self.scheduler = Scheduler(
+        self.scheduler = new_scheduler(
             self.block_manager,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -108,7 +110,8 @@ class LLMEngine(Engine):
                 priority=prepared.priority,
                 request_id=request_id,
                 sample=sample,
-                identity=identity_of(params),
+                identity=identity_of(params, prepared.adapter),
+                adapter=prepared.adapter,
                 packed_ids=prepared.packed_ids,
             )
             seq.constraint = prepared.constraint.start(prepared.token_ids) if prepared.constraint else None

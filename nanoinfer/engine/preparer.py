@@ -12,6 +12,7 @@ from typing import Any
 
 from nanoinfer.engine.engine import Engine
 from nanoinfer.engine.interfaces import ConstraintManager
+from nanoinfer.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import (
     Errors,
@@ -30,6 +31,7 @@ from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
 PORTION_SIZE = 256  # requests: they take about as long to prepare as a step takes
 
 Prepare = Callable[[Sequence[int], Errors], list[PreparedRequest]]
+AdaptersOf = Callable[[Any, int], Sequence[Any]]  # given what a call has as lora_request, and how many prompts
 
 
 class Portions:
@@ -113,6 +115,13 @@ def cut_portions(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
         start += num_next
 
 
+def add_adapters(requests: Mapping[int, PreparedRequest], adapters: Sequence[Any] | None) -> None:
+    """Give requests, by the index of their prompts, the adapters of a call; None for a call without any."""
+    if adapters is not None:
+        for index, request in requests.items():
+            request.adapter = adapters[index]
+
+
 class Preparer:
     """Prepares the requests of calls (vLLM: InputProcessor). Any thread may call any method.
 
@@ -123,6 +132,7 @@ class Preparer:
     def __init__(self, engine: Engine, prompt_processor: PromptProcessor, constraints: ConstraintManager) -> None:
         self._engine, self._constraints = engine, constraints
         self.prompt_processor = prompt_processor
+        self.adapters_of: AdaptersOf | None = None  # returns the adapter for each prompt of a call; None: has none
         self.portion_size: int | None = PORTION_SIZE * engine.config.data_parallel_size  # of Portions
         if engine.config.distributed_executor_backend == "external_launcher":
             self.portion_size = None  # or ranks would schedule different steps, as their threads get on
@@ -170,6 +180,7 @@ class Preparer:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
         on_error: OnError = "raise",
+        lora_request: Any = None,
         render: Callable[[Mapping[int, Any], Errors], dict[int, Prompt]] | None = None,
         at_once: bool = False,
     ) -> Portions:
@@ -185,6 +196,7 @@ class Preparer:
         are_shared = len({*map(id, all_params)}) == 1
         are_constrained = self._constraints.is_asked(all_params)
         priorities = as_priorities(priority, len(prompts))
+        adapters = self.find_adapters(lora_request, len(prompts))
 
         def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
             given = {index: prompts[index] for index in indices}
@@ -194,10 +206,24 @@ class Preparer:
             )
             if are_constrained and (not errors or on_error == "return"):
                 self._constraints.add_constraints(requests, errors, use_tqdm)
+            add_adapters(requests, adapters)
             return [*requests.values()]
 
         at_once |= priority is not None or (are_constrained and self._constraints.takes_time(all_params))
         return Portions(prepare, range(len(prompts)), None if at_once else self.portion_size, on_error)
+
+    def find_adapters(self, lora_request: Any, count: int) -> Sequence[Any] | None:
+        """Return the adapter for each of `count` prompts of a call, loaded; None for a call without any.
+
+        Raises RequestError for what is no adapter, and where the engine has none; ModelError for a bad folder.
+        """
+        if lora_request is None:
+            return None
+        if self.adapters_of is None:
+            raise RequestError(
+                f"lora_request={lora_request!r:.200}, and this LLM was made without enable_lora=True; give that"
+            )
+        return self.adapters_of(lora_request, count)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
         """Compile what these ask for, so that `prepare` finds it. Raises RequestError where that cannot be done."""

@@ -20,11 +20,13 @@ from nanoinfer.sampling_params import SamplingParams
 OF_PARAMS: dict[str, RowOption] = {
     item.name: row for item in fields(SamplingParams) if (row := item.metadata.get("row")) is not None
 }
-ROW_OPTIONS = OF_PARAMS | {"hidden_states_request": HIDDEN_STATES}
+# Where an adapter lies on the device, and its number: see `lora/`.
+ADAPTER = RowOption(derive=lambda _, seq: seq.adapter and [seq.adapter.slot, seq.adapter.number])
+ROW_OPTIONS = OF_PARAMS | {"hidden_states_request": HIDDEN_STATES, "adapter": ADAPTER}
 OPTION_NAMES = [*ROW_OPTIONS]
 PREFIX_OPTIONS = [item.name for item in fields(SamplingParams) if item.metadata.get("is_of_prefix")]
 
-_read_options = attrgetter(*(f"sampling_params.{name}" for name in OF_PARAMS), "hidden_states_request")
+_read_options = attrgetter(*(f"sampling_params.{name}" for name in OF_PARAMS), "hidden_states_request", "adapter")
 NOTHING_ASKED = _read_options(Sequence(0, [0], SamplingParams()))
 
 
@@ -45,11 +47,12 @@ class AdmittedRow(NamedTuple):
     options: dict[str, list[float]]  # by name, the numbers of its value
 
 
-def identity_of(params: SamplingParams) -> Hashable:
+def identity_of(params: SamplingParams, adapter: Hashable = None) -> Hashable:
     """Return what keys, values and states of a request depend on beside its tokens; None for its tokens alone."""
     if not PREFIX_OPTIONS:
-        return None
-    return tuple((name, value) for name in PREFIX_OPTIONS if (value := getattr(params, name)) is not None) or None
+        return adapter
+    given = tuple((name, value) for name in PREFIX_OPTIONS if (value := getattr(params, name)) is not None)
+    return ((*given, adapter) if adapter is not None else given) or None
 
 
 def option_sections(admitted: Iterable[Sequence]) -> dict[str, list[Any]]:

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import xxhash
 
@@ -41,6 +42,7 @@ class Sequence:
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
     identity: Hashable = None  # what its keys, values and states depend on beside tokens; prefixes are shared within it
+    adapter: Any = None  # an Adapter of `lora/` that its layers add; None for none
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is still wanted
     packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
     constraint: Constraint | None = None  # what limits its tokens beside sampling_params

@@ -124,6 +124,24 @@ class ParallelRunner:
         """Start to copy them from rank 0, which routes as all ranks do."""
         return self._runner.read_routed_experts(block_ids, start, end)
 
+    def read_adapter(self, folder: Path) -> Any:
+        """Return what rank 0 keeps of an adapter. Raises ModelError for one that cannot be served."""
+        return self._runner.read_adapter(folder)
+
+    def keep_adapter(self, number: int, folder: Path, matrices: Any) -> None:
+        """Keep an adapter that `read_adapter` has read; the other ranks read it too, and keep their shares."""
+        with self._all_ranks():
+            self._writer.send(pack_command(Command.KEEP_ADAPTER, number, *str(folder.absolute()).encode()))
+            self._runner.keep_adapter(number, folder, matrices)
+            barrier(self._runner)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no request uses, on all ranks."""
+        with self._all_ranks():
+            self._writer.send(pack_command(Command.DROP_ADAPTER, number))
+            self._runner.drop_adapter(number)
+            barrier(self._runner)
+
     def sleep(self, level: int) -> None:
         """Give the devices' memory back; return when all ranks have."""
         with self._all_ranks():

@@ -100,6 +100,8 @@ class Command(IntEnum):
     UPDATE = -1  # index of the dtype, number of dimensions, shape, bytes of the name
     SLEEP = -2  # level
     WAKE_UP = -3  # indices of SLEEP_TAGS
+    KEEP_ADAPTER = -4  # its number, bytes of its folder's path
+    DROP_ADAPTER = -5  # its number
 
 
 def pack_command(command: Command, *numbers: int) -> Message:
@@ -120,6 +122,11 @@ def run_command(message: Message, runner: DeviceRunner, reader: RingReader) -> N
         runner.sleep(numbers[0])
     elif command == Command.WAKE_UP:
         runner.wake_up({SLEEP_TAGS[number] for number in numbers})
+    elif command == Command.KEEP_ADAPTER:
+        folder = Path(bytes(numbers[1:]).decode())
+        runner.keep_adapter(numbers[0], folder, runner.read_adapter(folder))  # rank 0 has checked it
+    elif command == Command.DROP_ADAPTER:
+        runner.drop_adapter(numbers[0])
     else:
         raise AssertionError(f"no worker knows command {command}")
     barrier(runner)

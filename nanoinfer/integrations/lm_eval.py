@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from nanoinfer import LLM, ConfigError, RequestError, SamplingParams
+from nanoinfer import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
 from nanoinfer.checkpoint.hub import read_json, resolve_model_folder
 from nanoinfer.config import EngineConfig
 from nanoinfer.constraints.thoughts import find_thoughts
@@ -69,6 +69,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
     enable_thinking, chat_template_args: for the chat template.
     think_end_token: the answer is what comes after its last occurrence; if not given, with enable_thinking, it is that
         of the model's family.
+    lora_local_path: the folder of a LoRA adapter of peft, which answers in the place of the model alone.
     device: as for `LLM`; but "cuda:0", which the harness's command passes by default, is the CPU where there is no GPU.
     batch_size, max_batch_size: ignored, because the engine fills its batches itself; see max_num_seqs.
 
@@ -88,6 +89,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         enable_thinking: bool | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
         think_end_token: str | None = None,
+        lora_local_path: str | None = None,
         device: str = "auto",
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -103,6 +105,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         if truncation_side not in ("left", "right", "middle"):
             raise ConfigError(f"truncation_side={truncation_side!r} is not known; use left, right or middle")
         device = "auto" if device == "cuda:0" else device  # the same GPU, if there is one
+        self._adapter = None if lora_local_path is None else LoRARequest("adapter", 1, lora_local_path)
+        options = ({} if self._adapter is None else {"enable_lora": True}) | options
         self.llm = LLM(pretrained, max_model_len=max_length or max_model_len, device=device, **options)
         self.tokenizer = self.llm.tokenizer
         if self.tokenizer is None:
@@ -190,7 +194,8 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
         """Return the log-likelihood of each continuation, and whether greedy decoding would write it."""
         pairs = [self._fit(context, continuation) for _, context, continuation in requests]
         contexts, continuations = [context for context, _ in pairs], [continuation for _, continuation in pairs]
-        scores = self.llm.score(contexts, continuations, use_tqdm=not disable_tqdm) if pairs else []
+        options: dict[str, Any] = {"use_tqdm": not disable_tqdm, "lora_request": self._adapter}
+        scores = self.llm.score(contexts, continuations, **options) if pairs else []
         results = [(score.total, score.is_greedy) for score in scores]
         return self._cached("loglikelihood", [key for key, _, _ in requests], results)
 
@@ -228,7 +233,7 @@ class NanoinferLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped h
             # Stop strings of the task may be anywhere in what the model thinks.
             ends, most = [eos] if self._think_end_token else stop, self.max_length - len(prompt)
             params.append(sampling_params(options, max_tokens, ends, self._generation_config, prompt, most))
-        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm, lora_request=self._adapter)
         texts = [
             # In two calls, because lm-eval 0.4.10 would look for stop strings before it drops what is thought.
             postprocess_generated_text(postprocess_generated_text(output.text, None, self._think_end_token), stop, None)

@@ -28,6 +28,8 @@ from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
 def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
     """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
     num_tokens = len(step.token_ids)
+    if step.adapters is not None:  # only the common way adds their products
+        return decoder(step)
     if step.attention.is_prefill and step.routed is None and suits_slices(decoder, num_tokens):
         return sliced_prefill(decoder, step)
     if _step_has_few_rows(decoder, num_tokens):

@@ -7,6 +7,7 @@ from torch import Tensor
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.recurrent_states import RecurrentStates
 from nanoinfer.layers.attention.metadata import Metadata
+from nanoinfer.ops.lora.spec import LoRARows
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class ForwardStep:
     outputs: Tensor | None = None  # (num_outputs,) int64: the tokens whose hidden states become logits; None for all
     token_types: Tensor | None = None  # (num_tokens,) int32: 1 in the second text of a pair; None where all are 0
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
+    adapters: LoRARows | None = None  # which adapter each token has; None where no row has any
     routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
     @property

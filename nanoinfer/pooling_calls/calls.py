@@ -86,6 +86,7 @@ class PoolingCalls:
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
+        lora_request: Any = None,
         at_once: bool = False,
     ) -> Portions:
         """Prepare a request for each prompt, the longest first. Raises RequestError for what cannot be served.
@@ -101,6 +102,7 @@ class PoolingCalls:
         self._queue.engine.check_open()
         options = check_names("tokenization_kwargs", tokenization_kwargs or {}, POOLING_TOKENIZATION_OPTIONS, {})
         max_tokens = self._prompt_processor.most_tokens(options.get("truncate_prompt_tokens"))
+        adapters = self._preparer.find_adapters(lora_request, len(prompts))
         distinct = {id(params): params for params in all_params}
         to_outputs = {key: makes(self._config, self._size, params) for key, params in distinct.items()}
 
@@ -121,6 +123,7 @@ class PoolingCalls:
                         token_ids=token_ids,
                         packed_ids=packed.get(index),
                         sampling_params=SAMPLES_NOTHING,
+                        adapter=None if adapters is None else adapters[index],
                         hidden_states_request=HiddenStatesRequest(
                             True, first, to_output, second_text=second_texts.get(index)
                         ),

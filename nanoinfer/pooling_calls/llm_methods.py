@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from nanoinfer.aio import AsyncCalls
 from nanoinfer.garbage import rare_collections
+from nanoinfer.lora.lora_request import LoRARequests
 from nanoinfer.pooling_calls.calls import PoolingArguments, PoolingCalls
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesReader, OnHiddenStates
 from nanoinfer.pooling_calls.pooled_output import PooledClasses, PooledEmbedding, PooledReward
@@ -33,6 +34,7 @@ class PoolingMethods:
         hidden_states: Sequence[int] | None = None,
         hidden_state_positions: Literal["prompt", "last"] = "prompt",
         on_hidden_states: OnHiddenStates | None = None,
+        lora_request: LoRARequests = None,
     ) -> PoolingOutputs[EmbeddingOutput]:
         """Return the embedding of one text or many: `output.outputs.embedding`, an array (size,) of float32.
 
@@ -46,7 +48,7 @@ class PoolingMethods:
         on_error: with "return", texts that cannot be served come back in their places, with the reason in
             `output.error` and NaN as values.
         tokenization_kwargs: {"truncate_prompt_tokens": n} has the tokenizer cut texts to n tokens, -1 to what fits.
-        hidden_states and its like: as in `generate`.
+        hidden_states and its like, lora_request: as in `generate`.
 
         Raises RequestError for texts that cannot be served, and where the model is a classifier.
         """
@@ -59,6 +61,7 @@ class PoolingMethods:
             wanted,
             on_error=on_error,
             tokenization_kwargs=tokenization_kwargs,
+            lora_request=lora_request,
         )
         return self.pooling_calls.run(portions, use_tqdm, wanted)
 
@@ -124,9 +127,10 @@ class PoolingMethods:
         prompt_name: str | None = None,
         on_error: OnError = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> PoolingOutputs[EmbeddingOutput]:
         """Do as `embed`, without hidden states, while other tasks of the event loop run."""
-        options = {"on_error": on_error, "tokenization_kwargs": tokenization_kwargs}
+        options = {"on_error": on_error, "tokenization_kwargs": tokenization_kwargs, "lora_request": lora_request}
         return await self._pool(PooledEmbedding, prompts, pooling_params, prompt_name, **options)
 
     async def aclassify(

@@ -82,7 +82,7 @@ class DecodeGraphs:
     `forward` writes to memory that its caller owns. All tensors that it reads or writes must keep their addresses.
 
     sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes, the second in ascending order; only
-    `sizes` are captured here.
+    `sizes` are captured here, and not even they if they are `late`.
     is_warm: whether such graphs were captured before in this process, so that their kernels are compiled and loaded.
     """
 
@@ -93,6 +93,7 @@ class DecodeGraphs:
         sharing_sizes: list[int],
         device: torch.device,
         is_warm: bool = False,
+        late: bool = False,
     ) -> None:
         self._forward = forward
         self._padding = GraphInputs.padding(max(sizes), device)
@@ -102,7 +103,7 @@ class DecodeGraphs:
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
-        for size in sorted(sizes, reverse=True):
+        for size in () if late else reversed(self._sizes):
             self._graphs[size, 1, False] = self._capture(size, num_tokens=1, shares_prefixes=False, is_warm=is_warm)
 
     def replay(self, batch: DecodeBatch) -> None:

@@ -20,8 +20,10 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
+from nanoinfer.lora.adapter_slots import RankAdapters
+from nanoinfer.lora.adapter_weights import AdapterMatrices
 from nanoinfer.runner import memory
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
@@ -45,6 +47,7 @@ class DeviceRunner:
         self.failure: NanoinferError | None = None  # an error of a step leaves it open
         self.sleeping_tags: frozenset[str] = frozenset()  # empty, {"kv_cache"}, or both "weights" and "kv_cache"
         self._sleep_level = 1  # of the last sleep
+        self.adapters: RankAdapters | None = None  # with enable_lora
         try:
             with computing(self.device, num_threads=None):
                 self._set_up(folder)
@@ -82,6 +85,23 @@ class DeviceRunner:
         assert table is not None, "nobody asked for routed experts when the engine was made"
         with computing(self.device, num_threads=None):
             return table.read(block_ids, start, end)
+
+    def read_adapter(self, folder: Path) -> AdapterMatrices:
+        """Return what this rank keeps of an adapter. Raises ModelError for one that cannot be served."""
+        return self._rank_adapters.read(folder)
+
+    def keep_adapter(self, number: int, _folder: Path, matrices: AdapterMatrices) -> None:
+        """Keep an adapter that `read_adapter` has read."""
+        self._rank_adapters.keep(number, matrices)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no request uses."""
+        self._rank_adapters.drop(number)
+
+    @property
+    def _rank_adapters(self) -> RankAdapters:
+        assert self.adapters is not None, "only an engine with enable_lora has adapters"
+        return self.adapters
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
@@ -127,6 +147,7 @@ class DeviceRunner:
             self.closed = True
             del self.model, self.weights
             self._free_all_but_weights()
+            self.adapters = None
 
     def _set_up(self, folder: Path) -> None:
         """Load the model, size and allocate what steps need beside it, capture the graphs."""
@@ -135,6 +156,7 @@ class DeviceRunner:
         self.model = setup.load_model(folder)
         self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
         self._num_threads = setup.num_step_threads(self.model)
+        self.adapters = setup.make_adapters(self.model)
         self.limits = setup.limits_without_cache(free_at_start)
         loaded = time.perf_counter()
         buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), memory.CPU_CACHE_BYTES
@@ -155,7 +177,7 @@ class DeviceRunner:
         if self.device.type == "cuda":  # or a small tensor may take part of that room, and a large one finds none
             torch.cuda.empty_cache()
         self._model_runner = self.setup.make_model_runner(
-            buffers, self.model, self._dense, self.limits, self._num_threads
+            buffers, self.model, self._dense, self.limits, self._num_threads, self.adapters
         )
 
     def _capture_graphs(self, is_warm: bool = False) -> None:
@@ -163,11 +185,17 @@ class DeviceRunner:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
             runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+            if runner.state.adapters is not None:
+                sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait
+                graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, late=True)
+                runner.state.adapter_graphs = graphs
 
     def _drop_model_runner(self) -> None:
         runner, self._model_runner = self._model_runner, None
         if runner is not None:
             runner.close()
+            if self.adapters is not None:
+                self.adapters.free_slots()
 
     def _free_all_but_weights(self) -> None:
         self._drop_model_runner()

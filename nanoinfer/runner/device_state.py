@@ -8,6 +8,7 @@ from torch import Tensor
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.engine.packet import AllSections, Header, UploadedSections, column
+from nanoinfer.lora.adapter_slots import AdapterSlots
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
@@ -34,7 +35,8 @@ class DeviceState:
     """Holds the buffers of steps, the cache, and the tables of running sequences.
 
     row_states: all that serves options of rows: of the sampler, and the pooler. routing_table: None unless it is asked
-    for. decode_graphs: None without CUDA graphs, and until they are captured.
+    for. decode_graphs: None without CUDA graphs, and until they are captured. adapters: one of row_states; None without
+    enable_lora. adapter_graphs: decode steps in which a row has an adapter; None where decode_graphs is.
     """
 
     buffers: StepBuffers
@@ -45,9 +47,23 @@ class DeviceState:
     row_states: Sequence[RowState]
     routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = None
+    adapters: AdapterSlots | None = None
+    adapter_graphs: DecodeGraphs | None = None
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return self.adapters is not None and self.adapters.are_used
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """The graphs for a decode step of these rows; None if it is to run without."""
+        return self.adapter_graphs if self.uses_adapters else self.decode_graphs
 
     def prefill_graph(self, num_tokens: int, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
         """Return what computes a prefill step of so many tokens by graphs; None if the model is to compute it."""
+        if self.uses_adapters:
+            return None
         return self.buffers.prefill_graphs.choose(num_tokens, num_chunks)
 
     def enter(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> None:
@@ -56,6 +72,8 @@ class DeviceState:
         if header.counts["row_records"]:
             self.sampler.admit(on_device)
             admit_rows(self.row_states, on_host)
+        if self.adapters is not None:
+            self.adapters.begin_step(on_host)
         if header.counts["block_copies"]:
             self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:

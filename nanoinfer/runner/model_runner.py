@@ -103,7 +103,7 @@ class ModelRunner:
             batch = batch._replace(num_tokens=proposals.num_tokens, num_row_tokens=proposals.num_row_tokens)
         elif self.state.tables.recurrent_states is not None:
             self.state.tables.recurrent_states.flush(rows)  # steps of one token a row know of nothing pending
-        forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
+        forward = self.state.graphs.replay if self.state.graphs else self.decode
         forward(batch)
         host_rows = column(on_host, "decode_rows", "row").tolist()
         return LaunchedStep(rows.long(), host_rows, [], proposals)
@@ -146,7 +146,8 @@ class ModelRunner:
         """Return the step with what the attention backends prepare once for all layers."""
         plan, routed = self._backends.plan, None if self.state.routing_table is None else list[Tensor]()
         planned = (plan(metadata, step.kv_cache, table) for table, metadata in enumerate(step.metadata))
-        return replace(step, metadata=tuple(planned), routed=routed)
+        adapters = self.state.adapters.of_tokens(step) if self.state.adapters else None
+        return replace(step, metadata=tuple(planned), routed=routed, adapters=adapters)
 
     def _write_logits(self, step: ForwardStep, hidden: Tensor) -> None:
         if self.tp.symmetric_memory is not None:

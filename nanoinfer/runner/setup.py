@@ -1,6 +1,7 @@
 """Makes what runs steps: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.attention.metadata import DecodeBatch, PrefillMetadata
+from nanoinfer.lora.adapter_config import MERGE
+from nanoinfer.lora.adapter_slots import AdapterSlots, RankAdapters
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.implementations import load
@@ -110,6 +114,18 @@ class Setup:
         """Return the layers after pooling."""
         return load_dense(self.pooling.dense, self.config.load_format == "dummy", self.device)
 
+    def make_adapters(self, model: Model) -> RankAdapters | None:
+        """Prepare the layers for adapters; None without enable_lora. Raises ConfigError for a model that has none."""
+        config = self.config
+        if not config.enable_lora:
+            return None
+        if not isinstance(model, DecoderForCausalLM):
+            raise ConfigError(
+                f"enable_lora=True, and {self.model_config.architecture} is an encoder or runs by transformers' "
+                f"layers, which is not supported; leave it out, and {MERGE}"
+            )
+        return RankAdapters(model, config.max_loras, config.max_lora_rank, self.dtype)
+
     def free_at_start(self) -> int:
         """Return the bytes of a GPU that are free before the engine takes any; none on a CPU."""
         is_cuda = self.device.type == "cuda"
@@ -189,8 +205,11 @@ class Setup:
 
     def run_largest_prefills(self, runner: ModelRunner, limits: RunnerLimits) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
-        rows = torch.arange(limits.max_num_seqs, device=self.device)
-        for num_tokens in sizes_to_measure(self.max_step_tokens(limits), self.tp):
+        rows, adapters = torch.arange(limits.max_num_seqs, device=self.device), runner.state.adapters
+        sizes = sizes_to_measure(self.max_step_tokens(limits), self.tp)
+        for num_tokens, uses_adapters in product(sizes, (True, False) if adapters else (False,)):
+            if adapters is not None:
+                adapters.are_used = uses_adapters
             step = runner.planned(largest_prefill(runner.state.tables, rows, num_tokens))
             hidden = runner.forward(step)
             if runner.model.generates:
@@ -216,6 +235,8 @@ class Setup:
             num_several = len(several_tokens_graph_sizes(sizes)) * len(row_sizes(num_tokens))
             count = max(count, num_several * (1 + shares_prefixes))
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
+        if self.config.enable_lora:  # steps with adapters have graphs of their own
+            count += (1 + shares_prefixes) * len(several_tokens_graph_sizes(sizes))
         return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
 
     def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:
@@ -247,6 +268,7 @@ class Setup:
         dense: list[DenseLayer],
         limits: RunnerLimits,
         num_threads: int | None,
+        adapters: RankAdapters | None = None,
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
         config, moe = self.config, self.model_config.moe
@@ -272,6 +294,9 @@ class Setup:
             routing_table = RoutingTable(moe, kv_cache)
         row_states = [*sampler.states, pooler]
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
+        if adapters is not None:
+            state.adapters = AdapterSlots(adapters, limits.max_num_seqs, self.device)
+            row_states.append(state.adapters)
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_threads)
 
     def describe(self, kv_cache: KVCache, num_threads: int | None) -> str:

@@ -36,6 +36,7 @@ class PreparedRequest:
     priority: int = 0  # higher runs first
     prompt_logprobs_start: int = 1  # the first prompt token whose log-probability is wanted, if any are
     constraint: Any = None  # a CompiledConstraint: what else limits its tokens
+    adapter: Any = None  # an Adapter of `lora/` that its model's layers add
     hidden_states_request: Any = None  # HiddenStatesRequest: what is wanted of its prompt's hidden states
     error: RequestError | None = None
 

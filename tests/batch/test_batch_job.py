@@ -1457,10 +1457,11 @@ def test_the_commands_own_help_names_each_command_once_and_has_an_example(capsys
         *(
             (
                 f"run-batch --model m -i in -o out {option}",
-                f"{option.split()[0]} (adapters are not supported; merge the adapter into its base model with peft's "
-                "merge_and_unload, and give the folder where that is saved); see",
+                f"{option.split()[0]} (use the base model with enable_lora=True, and name the adapter in calls "
+                "by lora_request=LoRARequest(name, id, folder), or merge the two with peft's merge_and_unload and give "
+                "the folder where that is saved); see",
             )
-            for option in ("--enable-lora", "--lora-modules a=b", "--lora-path a")
+            for option in ("--lora-modules a=b", "--lora-path a")
         ),
         (
             "run-batch --model m -i in -o out --wishes 3",

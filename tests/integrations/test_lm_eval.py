@@ -12,6 +12,7 @@ import pytest
 
 from nanoinfer import ConfigError, RequestError, SamplingParams, tiny_model_path
 from tests.integrations.snippets import snippet
+from tests.lora.adapters import merge, write_adapter
 from tests.real.make_smollm2 import save_smollm2
 
 pytest.importorskip("lm_eval")
@@ -303,3 +304,19 @@ def test_the_snippet_of_the_page_runs(tasks: Path, capsys: pytest.CaptureFixture
     source = source.replace("gsm8k", "sums").replace("tasks=", "task_manager=manager, tasks=")
     exec(source, {"manager": TaskManager(include_path=str(tasks), include_defaults=False)})
     assert "exact_match" in capsys.readouterr().out
+
+
+def test_an_adapter_answers_in_the_place_of_the_model(tasks: Path, tmp_path: Path) -> None:
+    base = tiny_model_path()
+    adapter = write_adapter(base, tmp_path / "adapter", 1, r".*layers\.\d+\..*_proj", std=0.2)
+    merge(base, adapter, tmp_path / "merged")
+    found = []
+    for folder, options in ((base, {}), (base, {"lora_local_path": str(adapter)}), (tmp_path / "merged", {})):
+        lm = NanoinferLM(str(folder), device="cpu", **options)
+        request = Instance("loglikelihood", {}, ("What is 312 + 48?", " 360"), 0)
+        until = Instance("generate_until", {}, ("What is 312 + 48?", {"until": ["!"], "max_gen_toks": 8}), 0)
+        found.append((lm.loglikelihood([request])[0][0], lm.generate_until([until])))
+        lm.close()
+    assert found[0] != found[1]
+    assert found[1][1] == found[2][1]
+    assert found[1][0] == pytest.approx(found[2][0], abs=1e-3)

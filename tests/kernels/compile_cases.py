@@ -105,4 +105,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "Hopper, experts scored by sigmoids, FP8": (90, "GLM-4.5", FP8),
     "Ampere, experts scored by sigmoids": (86, "GLM-4.5", {}),
     "Ampere, sinks, MXFP4, int8 cache": (86, "gpt-oss", {"kv_cache_dtype": "int8"}),
+    "Hopper, adapters": (90, "Qwen3", {"enable_lora": True, "max_loras": 4}),
+    "Ampere, adapters of rank 256": (86, "Qwen3", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 256}),
 }

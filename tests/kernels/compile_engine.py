@@ -134,11 +134,11 @@ def select_backend(backends: Any, gpu: AbsentGpu, spec: Any) -> Any:
 
 
 def run_steps(runner: Any, max_num_seqs: int) -> None:
-    """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix."""
+    """Run what an engine on a GPU runs while it loads, and decode steps whose rows share a prefix or have adapters."""
     from nanoinfer.layers.attention import triton
     from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
     from nanoinfer.models.execution import compiling_few_rows
-    from nanoinfer.runner.cuda_graphs import graph_sizes
+    from nanoinfer.runner.cuda_graphs import graph_sizes, several_tokens_graph_sizes
     from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
 
     steps = runner.model_runner
@@ -152,6 +152,11 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 steps.decode(DecodeBatch(rows))
+            if steps.state.adapters is not None:
+                steps.state.adapters.are_used = True
+                for size in several_tokens_graph_sizes(graph_sizes(max_num_seqs)):
+                    steps.decode(DecodeBatch(torch.full((size,), -1, dtype=torch.int32)))
+                steps.state.adapters.are_used = False
             steps.state.kv_cache.copy_blocks(torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
                 compute_logprobs(steps.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)

@@ -1,0 +1,83 @@
+"""A scheduler that lets sequences wait while the adapters of others take all slots."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.errors import RequestError
+from nanoinfer.lora.registry import Adapter
+
+
+class AdapterScheduler(Scheduler):
+    """Queues a sequence once its adapter has a slot, which it keeps until all of its sequences have finished.
+
+    Then it stays in the slot until another one needs that: of those without sequences, the one that has been without
+    for longest goes. Sequences whose adapter has a slot overtake those that wait for one, which get theirs by priority
+    and arrival. num_slots: on the device.
+    """
+
+    def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._free_slots = [*range(num_slots)]
+        self._idle: dict[Adapter, None] = {}  # in slots, and without sequences: the one for longest first
+        self._held: list[Sequence] = []  # whose adapters have no slot
+
+    @property
+    def num_waiting(self) -> int:
+        return super().num_waiting + len(self._held)
+
+    def add(self, seq: Sequence) -> None:
+        adapter = seq.adapter
+        if adapter is not None:
+            if adapter.is_removed:  # since the request was prepared
+                raise RequestError(f"{adapter.request} was removed; name it again")
+            adapter.users.add(seq)
+            self._idle.pop(adapter, None)
+        super().add(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        if seq.adapter is None or self._has_slot(seq.adapter):
+            super()._enqueue(seq)
+        else:
+            self._held.append(seq)
+
+    def _has_slot(self, adapter: Adapter) -> bool:
+        """Give an adapter a slot, if it has none; return whether it has one now."""
+        if adapter.slot is None and not self._free_slots and self._idle:
+            evicted = next(iter(self._idle))
+            del self._idle[evicted]
+            self._free_slots.append(evicted.slot)
+            evicted.slot = None
+        if adapter.slot is None and self._free_slots:
+            adapter.slot = self._free_slots.pop(0)
+        return adapter.slot is not None
+
+    def finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
+        finished = super().finish(reasons)
+        self._leave(finished)
+        return finished
+
+    def abort(self, seq_ids: set[int]) -> None:
+        withdrawn = [seq for _, seq in self._waiting] + self.paused + self._held
+        super().abort(seq_ids)
+        self._leave(seq for seq in withdrawn if seq.seq_id in seq_ids)
+
+    def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:
+        held = [seq for seq in self._held if seq.seq_id in seq_ids]
+        self._held = [seq for seq in self._held if seq.seq_id not in seq_ids]
+        return super()._withdraw(seq_ids) + held
+
+    def _leave(self, seqs: Iterable[Sequence]) -> None:
+        """Note that these sequences have finished; queue those that wait for the slots that are free then."""
+        num_idle = len(self._idle)
+        for seq in seqs:
+            adapter = seq.adapter
+            if adapter is not None and seq in adapter.users:
+                adapter.users.remove(seq)
+                if not adapter.users and adapter.slot is not None:
+                    self._idle[adapter] = None
+        if len(self._idle) > num_idle and self._held:
+            held, self._held = self._held, []
+            for seq in sorted(held, key=lambda seq: seq.queue_key):
+                self._enqueue(seq)

@@ -1,0 +1,198 @@
+"""What adapters add to the products of layers: x A^T B^T, of each token by the adapter of its row.
+
+A rank keeps all adapters that it was given on the host. Of these, as many as there are slots lie on the device at a
+time. A step gives its tokens the slots of their rows, and each linear layer adds its product in its `quant_method`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from nanoinfer.device import numbers_to_device
+from nanoinfer.engine.packet import AllSections, column
+from nanoinfer.engine.row_options import AdmittedRow
+from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
+from nanoinfer.layers.linear import ColumnParallelLinear, wide_rows
+from nanoinfer.lora.adapter_weights import (
+    AdapterMatrices,
+    LayerMatrices,
+    adaptable_layers,
+    read_adapter,
+    shards_of,
+)
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora
+from nanoinfer.sampling.row_state import RowState
+
+
+class LayerSlots:
+    """Holds one layer's matrices of the adapters in all slots; those of an adapter that leaves the layer be are 0."""
+
+    def __init__(self, layer: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
+        self._shards, device, num_inputs = shards_of(layer), layer.weight.device, layer.full_shape[1]
+        is_column = isinstance(layer, ColumnParallelLinear)
+        sizes = tuple(layer.local_sizes.values()) if is_column else (layer.full_shape[0],)
+        inputs = num_inputs if is_column else layer.tp.shard_size(num_inputs, "row-parallel input size")
+        a = torch.zeros(num_slots, len(sizes) * max_rank, inputs, dtype=dtype, device=device)
+        b = torch.zeros(num_slots, sum(sizes), max_rank, dtype=dtype, device=device)
+        self.matrices = LoRAMatrices(a, b, sizes)
+
+    def fill(self, slot: int, of_layer: LayerMatrices) -> None:
+        """Put an adapter's matrices into a slot; without any, it adds nothing."""
+        a, b, sizes = self.matrices
+        places = zip(self._shards, a[slot].chunk(len(sizes)), b[slot].split(sizes), strict=True)
+        for shard, its_a, its_b in places:
+            its_a.zero_()
+            its_b.zero_()
+            if shard in of_layer:
+                given = of_layer[shard]
+                its_a[: len(given.a)].copy_(given.a, non_blocking=True)
+                its_b[:, : len(given.a)].copy_(given.b, non_blocking=True)
+
+
+class StepAdapters:
+    """Tells all layers of a rank which adapters the tokens of the step have; rows: None while none has any."""
+
+    rows: LoRARows | None = None
+
+
+class AdaptedProduct:
+    """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
+
+    input_format: that of the layer, which keeps the inputs in the model's dtype too.
+    """
+
+    def __init__(self, base: Any, step: StepAdapters) -> None:
+        self._base, self._step = base, step
+        self.slots: LayerSlots | None = None
+        wanted: RowFormat | None = base.input_format
+        self.input_format = None if wanted is None else replace(wanted, keeps_wide=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
+        out = self._base.apply(layer, x, bias)
+        self._add_to(out, x)
+        return out
+
+    def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
+        sums = self._base.apply_split(layer, x, bias)
+        self._add_to(sums[0], x)
+        return sums
+
+    def _add_to(self, out: Tensor, x: Activations) -> None:
+        if self._step.rows is not None and self.slots is not None:
+            add_lora(out, wide_rows(x), self._step.rows, self.slots.matrices)
+
+
+class RankAdapters:
+    """Keeps the adapters of one rank on the host, by number, and the products that may add them.
+
+    model: with its weights. num_slots: adapters on the device at a time. max_rank: the highest of any of them.
+    """
+
+    def __init__(self, model: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
+        self._model, self.num_slots, self.max_rank, self.dtype = model, num_slots, max_rank, dtype
+        self.by_number: dict[int, AdapterMatrices] = {}
+        self.step, self.layers = StepAdapters(), adaptable_layers(model)
+        for layer in self.layers.values():
+            layer.quant_method = AdaptedProduct(layer.quant_method, self.step)  # type: ignore[assignment]
+
+    @property
+    def products(self) -> dict[str, AdaptedProduct]:
+        """The products by the paths of their layers."""
+        return {path: cast(AdaptedProduct, layer.quant_method) for path, layer in self.layers.items()}
+
+    def read(self, folder: Path) -> AdapterMatrices:
+        """Return what this rank needs of an adapter of peft. Raises ModelError for one that cannot be served."""
+        given = read_adapter(folder, self._model, self.max_rank)
+        return {path: {shard: one.to(self.dtype) for shard, one in its.items()} for path, its in given.items()}
+
+    def keep(self, number: int, matrices: AdapterMatrices) -> None:
+        """Keep an adapter under a number that no other has had. matrices: of `read`."""
+        self.by_number[number] = matrices
+
+    def drop(self, number: int) -> None:
+        """Forget an adapter that no request uses any more."""
+        self.by_number.pop(number, None)
+
+    def free_slots(self) -> None:
+        """Free the memory of the slots."""
+        for product in self.products.values():
+            product.slots = None
+
+
+class AdapterSlots(RowState):
+    """Holds the adapters that lie on the device, and which of them each row has.
+
+    num_rows: of the step tables, without the spare one. are_used: whether a row of the step has an adapter; if none
+    has, it runs as without adapters.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("adapter",)
+
+    def __init__(self, adapters: RankAdapters, num_rows: int, device: torch.device) -> None:
+        super().__init__()
+        self._adapters, self._no_slot = adapters, adapters.num_slots
+        self.are_used = False
+        self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters
+        # And of the spare row; `_no_slot` where a row has no adapter.
+        self._slots_of_rows = torch.full((num_rows + 1,), self._no_slot, dtype=torch.int32, device=device)
+        for path, product in adapters.products.items():
+            product.slots = LayerSlots(adapters.layers[path], adapters.num_slots, adapters.max_rank, adapters.dtype)
+
+    def admit(self, rows: Any) -> list[AdmittedRow]:
+        asking = super().admit(rows)
+        self._upload(row.row for row in asking)
+        return asking
+
+    def remember(self, row: AdmittedRow) -> None:
+        slot, number = map(int, row.options["adapter"])
+        self.by_row[row.row] = slot
+        if self._held[slot] != number:
+            matrices: Mapping[str, LayerMatrices] = self._adapters.by_number[number]
+            for path, product in self._adapters.products.items():
+                assert product.slots is not None, "slots are made with what runs the steps"
+                product.slots.fill(slot, matrices.get(path, {}))
+            self._held[slot] = number
+
+    def release(self, rows: Any) -> None:
+        released = [row for row in rows if row in self.by_row]
+        super().release(rows)
+        self._upload(released)
+
+    def _upload(self, rows: Iterable[int]) -> None:
+        """Tell the device which slots these rows have."""
+        changed = [(row, self.by_row.get(row, self._no_slot)) for row in rows]
+        if changed:
+            pairs = numbers_to_device(changed, self._slots_of_rows.device)
+            self._slots_of_rows[pairs[:, 0]] = pairs[:, 1].int()
+
+    def begin_step(self, on_host: AllSections) -> None:
+        """Note whether a row of a packet's step has an adapter."""
+        section = "chunks" if len(on_host.chunks) else "decode_rows"
+        rows = column(on_host, section, "row").tolist() if self.by_row else ()
+        self.are_used = not self.by_row.keys().isdisjoint(rows)
+
+    def of_tokens(self, step: ForwardStep) -> LoRARows | None:
+        """Return which adapter each token of a step has, and have the layers add the products; None if none are used.
+
+        Nothing on the device depends on which rows have adapters, so a CUDA graph may capture it.
+        """
+        if not self.are_used:
+            self._adapters.step.rows = None
+            return None
+        slots, num_tokens = self._slots_of_rows[step.rows.long()], len(step.token_ids)
+        if isinstance(step.attention, PrefillMetadata):
+            segments, _ = ragged_indices(step.attention.cu_query_lens, num_tokens)
+            slots = slots[segments]
+        elif num_tokens != len(slots):  # rows of several tokens
+            slots = slots.unsqueeze(1).expand(-1, num_tokens // len(slots)).reshape(-1)
+        self._adapters.step.rows = LoRARows(slots)
+        return self._adapters.step.rows

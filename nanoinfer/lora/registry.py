@@ -1,0 +1,111 @@
+"""The adapters that calls may name, each loaded once, when it is named first. Any thread may call any method."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.sequence import Sequence as EngineSequence
+from nanoinfer.errors import EngineStateError, RequestError
+from nanoinfer.lora.lora_request import EXAMPLE, LoRARequest
+
+
+class Loader(Protocol):
+    """Has all ranks keep adapters, by number: a runner."""
+
+    def read_adapter(self, folder: Path) -> Any:
+        """Return what this rank keeps of an adapter. Raises ModelError for one that cannot be served."""
+
+    def keep_adapter(self, number: int, folder: Path, matrices: Any) -> None:
+        """Keep an adapter that `read_adapter` has read, on all ranks."""
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no request uses."""
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """An adapter that is loaded. Prefixes are shared within it: it is the `identity` of sequences.
+
+    number: no other has had it, so an id that is removed and given again stands for another adapter. slot: where it
+    lies on the device; None if it does not. users: unfinished sequences.
+    """
+
+    request: LoRARequest
+    number: int
+    slot: int | None = None
+    is_removed: bool = False
+    users: set[EngineSequence] = field(default_factory=set)
+
+
+class AdapterRegistry:
+    """Knows the adapters of an engine. loader: of the engine's runner. lock: keeps steps waiting while it is held."""
+
+    def __init__(self, engine: LLMEngine, loader: Loader, lock: AbstractContextManager[Any]) -> None:
+        self._engine, self._loader, self._lock = engine, loader, lock
+        self._by_id: dict[int, Adapter] = {}
+        self._num_loaded = 0
+
+    def adapters_of(self, lora_request: Any, count: int) -> list[Adapter | None]:
+        """Return the adapter for each of `count` prompts, given one for all or a list; load what is not loaded."""
+        given = list(lora_request) if isinstance(lora_request, list | tuple) else [lora_request] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} lora_request for {count} prompts; give one for all, or one for each")
+        loaded = {one: None if one is None else self.get(one) for one in dict.fromkeys(map(_checked, given))}
+        return [loaded[one] for one in given]
+
+    def get(self, request: LoRARequest) -> Adapter:
+        """Return an adapter, loaded. Raises RequestError for another one of this id, ModelError for a bad folder."""
+        adapter, folder = self._by_id.get(request.lora_int_id), Path(request.lora_path)
+        if adapter is None:
+            self._engine.guard.check()
+            self._engine.check_open(is_for_steps=False)
+            matrices = self._loader.read_adapter(folder)  # steps go on meanwhile
+            with self._lock:
+                adapter = self._by_id.get(request.lora_int_id)  # another thread may have loaded it
+                if adapter is None:
+                    self._num_loaded += 1
+                    adapter = Adapter(request, self._num_loaded)
+                    self._loader.keep_adapter(adapter.number, folder, matrices)
+                    self._by_id[request.lora_int_id] = adapter
+        if adapter.request != request:
+            raise RequestError(
+                f"lora_int_id={request.lora_int_id} stands for {adapter.request}, not for {request}; use another id, "
+                "or call remove_lora first"
+            )
+        return adapter
+
+    def add(self, request: LoRARequest) -> bool:
+        """Load an adapter; return whether it was not loaded."""
+        is_new = _checked(request).lora_int_id not in self._by_id
+        self.get(request)
+        return is_new
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget an adapter; return whether it was known. Raises EngineStateError while requests use it."""
+        self._engine.guard.check()
+        with self._lock:
+            adapter = self._by_id.get(lora_int_id)
+            if adapter is None:
+                return False
+            if adapter.users:
+                raise EngineStateError(
+                    f"{adapter.request} is used by unfinished requests ({len(adapter.users)} samples); wait for them, "
+                    "or abort them"
+                )
+            del self._by_id[lora_int_id]
+            adapter.is_removed = True
+            self._loader.drop_adapter(adapter.number)
+            return True
+
+    def ids(self) -> set[int]:
+        """Return the ids of the adapters that are loaded."""
+        return set(self._by_id)
+
+
+def _checked(request: Any) -> Any:
+    """Raise RequestError for what is neither a LoRARequest nor None."""
+    if not isinstance(request, LoRARequest | None):
+        raise RequestError(f"lora_request={request!r} is a {type(request).__name__}; {EXAMPLE}, or a list of these")
+    return request

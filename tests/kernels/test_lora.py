@@ -1,0 +1,95 @@
+"""The kernels of adapters in Triton's interpreter, on the CPU, against their specification.
+
+On a GPU: tests/gpu/test_lora_gpu.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer.ops.lora.spec import LoRARows, add_lora
+
+triton = pytest.importorskip("triton")
+
+from nanoinfer.ops.lora import triton as kernels  # noqa: E402
+from tests.kernels.helpers import exact_bfloat16, loops_are_interpreted  # noqa: E402, F401 (a fixture)
+from tests.lora.adapters import random_products  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
+    loops_are_interpreted,
+]
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_slots", "num_inputs", "sizes", "max_rank"),
+    [
+        ([0], 1, 96, (40,), 16),  # one token, which needs no sorting
+        ([2], 2, 96, (40,), 16),  # without an adapter
+        ([0, 2, 1, 2, 0], 2, 160, (48, 16, 16), 8),  # q, k and v; blocks of outputs that two of them share
+        ([3, 0, 3, 1] * 12, 4, 100, (70, 70), 5),  # no whole tiles of anything
+        ([1] * 20 + [0] * 17, 3, 64, (130,), 64),
+        ([0, 1] * 3, 2, 40, (24, 24), 80),  # ranks in several steps
+    ],
+)
+def test_products_of_adapters_equal_their_specification(
+    slots: list[int], num_slots: int, num_inputs: int, sizes: tuple[int, ...], max_rank: int
+) -> None:
+    x, out, rows, matrices = random_products(slots, num_slots, num_inputs, sizes, max_rank)
+    wanted = out.clone()
+    add_lora(wanted, x, rows, matrices)
+    first_out = out.clone()
+    kernels.add_lora(out, x, rows, matrices)
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+    has_none = rows.slots == num_slots
+    assert torch.equal(out[has_none], first_out[has_none])
+    assert has_none.all() or not torch.allclose(out, first_out)
+    plan = rows.plan
+    kernels.add_lora(first_out, x, rows, matrices)
+    assert rows.plan is plan, "the layers of a step share its plan"
+    torch.testing.assert_close(first_out, out)
+
+
+def test_few_tokens_are_split_and_the_parts_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda _: 8)
+    x, out, rows, matrices = random_products([0, 1, 0], 2, 500, (32,), 16)
+    parts: list[torch.Tensor] = []
+    launch = kernels._expand_kernel.run
+
+    def note_parts(inner: torch.Tensor, *args: Any, **options: Any) -> None:
+        parts.append(inner)
+        launch(inner, *args, **options)
+
+    monkeypatch.setattr(kernels._expand_kernel, "run", note_parts)
+    wanted = out.clone()
+    add_lora(wanted, x, rows, matrices)
+    kernels.add_lora(out, x, rows, matrices)
+    assert len(parts[0]) > 1
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_one_adapter_has_does_not_reach_the_tokens_of_another() -> None:
+    x, out, rows, matrices = random_products([0, 1, 2, 1], 2, 64, (32,), 8)
+    wanted = out.clone()
+    add_lora(wanted, x, rows, matrices)
+    matrices.a[0, 0, 0] = float("inf")
+    matrices.b[0, 3] = float("nan")
+    kernels.add_lora(out, x, rows, matrices)
+    torch.testing.assert_close(out[1:], wanted[1:], atol=1e-4, rtol=1e-4)
+    assert not out[0].isfinite().all()
+
+
+def test_no_tokens_are_no_launch() -> None:
+    x, out, rows, matrices = random_products([], 2, 64, (32,), 8)
+    kernels.add_lora(out, x, rows, matrices)
+    assert rows.plan is None
+
+
+def test_numbers_in_bfloat16_are_rounded_as_specified(exact_bfloat16: None) -> None:  # noqa: F811
+    x, out, rows, matrices = random_products([0, 1, 2, 1], 2, 64, (32, 16), 8, torch.bfloat16)
+    wanted = out.clone()
+    add_lora(wanted, x, rows, matrices)
+    kernels.add_lora(out, x, LoRARows(rows.slots), matrices)
+    torch.testing.assert_close(out, wanted, atol=0.05, rtol=0.02)
