@@ -8,7 +8,7 @@ import pytest
 from nanoinfer import LLM, SamplingParams
 from tests.combinations import draw, run_for
 
-SECONDS = 10.0
+SECONDS = 5.0
 
 
 def test_random_combinations_answer_right(

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -417,3 +418,9 @@ def test_every_module_of_the_cpu_path_imports_without_triton_and_flash_attn() ->
         "print(gated.shape, ids.shape)",
     ]
     assert run_python("\n".join(lines)) == "torch.Size([1, 1]) torch.Size([1])"
+
+
+def test_tests_for_a_gpu_can_be_imported_without_one() -> None:
+    """Where there is none, pytest leaves them out, and would not see a name that is no longer there."""
+    for path in sorted((PACKAGE.parent / "tests" / "gpu").glob("test_*.py")):
+        import_module(f"tests.gpu.{path.stem}")

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,7 @@ def poolings() -> Iterator[tuple[str, Any]]:
                 yield f"{runner} {files}", json.loads(json.dumps(found, default=str).replace(name, "FOLDER"))
 
 
+@cache
 def record() -> dict[str, Any]:
     """All that the golden file has. Of the fields that are read, Llama's has all, and others what differs."""
     reads = {name: fields_read(raw) for name, raw in variants()}
