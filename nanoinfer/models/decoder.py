@@ -249,7 +249,7 @@ class Decoder(LayerStack):
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
         layers: list[DecoderLayer] = []
         for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True)):
-            layers.append(DecoderLayer(setup, index, window, embedding))
+            layers.append((spec.layer or DecoderLayer)(setup, index, window, embedding))
             # At once: there may be no memory for all layers in 16 bits.
             quantize_layer(layers[-1], f"model.layers.{index}", config.quantization)
         self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(layers))
