@@ -62,15 +62,18 @@ def read_layers(fields: Fields) -> tuple[LayerConfig, ...]:
         raise fields.error("num_kv_shared_layers", "a layer with each window must come before those that share")
     wide = 2 if fields.flag("use_double_wide_mlp") else 1
     by_number = fields.part("per_layer_config")
+    if not all(str(number).isdecimal() for number in by_number.values):
+        raise fields.error("per_layer_config", "it must have the numbers of layers as its keys")
+    numbers = {int(number): number for number in by_number.values}  # which may begin with zeros
     layers = []
     for index, window in enumerate(windows):
         sizes = {"num_key_value_heads": num_kv_heads, "head_dim": head_dim}
-        if by_number.values:
-            own = by_number.part(str(index))
+        if index in numbers:
+            own = by_number.part(numbers[index])
             sizes = {name: own.int(name, size) for name, size in sizes.items()}
             if others := {*own.values} - {*sizes}:
-                raise by_number.error(str(index), f"it can have {' and '.join(sizes)} alone, and has {min(others)}")
-        elif window is None:
+                raise by_number.error(numbers[index], f"it can have {' and '.join(sizes)} alone, and has {min(others)}")
+        elif not numbers and window is None:
             num_global = fields.optional_int("num_global_key_value_heads") if has_keys_as_values else None
             sizes = {"num_key_value_heads": num_global or num_kv_heads, "head_dim": fields.int("global_head_dim")}
         shares = index >= len(owning)
