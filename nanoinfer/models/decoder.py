@@ -247,7 +247,7 @@ class Decoder(LayerStack):
         setup = DecoderSetup(config, spec, backends, tp)
         windows = config.windows_within(max_positions)
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
-        layers: list[DecoderLayer] = []
+        layers: list[Layer] = []
         for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True)):
             layers.append((spec.layer or DecoderLayer)(setup, index, window, embedding))
             # At once: there may be no memory for all layers in 16 bits.

@@ -288,8 +288,9 @@ def grouped_product(
 ) -> None:
     """Multiply the rows of each expert's pairs, as `plan` lists them, with its rows of the weight.
 
-    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_rows / 2): by SwiGLU,
-    or if it is "gelu" by GeGLU; else x is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_rows).
+    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_rows / 2), by
+    GeGLU if it is "gelu"; else x is (num_pairs, depth), and out becomes the products times `pair_weights`,
+    (num_choices, num_tokens, num_rows).
     The weight's rows may be longer than those of x. Scales of MXFP4 are those of blocks, int32. clamps: of SwiGLU.
     """
     (num_experts, num_rows), depth, num_slots = weight.values.shape[:2], x.shape[1], len(plan.tile_experts)
