@@ -193,6 +193,13 @@ class Gemma4Router(Router):
         return Routing(expert_ids, weights * scales.float())
 
 
+def whole_linear(input_size: int, name: str, output_size: int) -> ColumnParallelLinear:
+    """Return a small product that each rank computes all of, and that is not rounded to fewer bits at load."""
+    linear = ColumnParallelLinear(input_size, {name: output_size}, bias=False, tp=EVERY_RANK)
+    linear.rounds_at_load = False
+    return linear
+
+
 class LayerInputStream(ResidualStream):
     """Carries the layers' own inputs beside the stream: (num_tokens, num_layers, size)."""
 
@@ -218,8 +225,9 @@ class Gemma4Layer(DecoderLayer):
             self.post_feedforward_layernorm_2 = WideRMSNorm(size, eps)
         if inputs is not None:
             self.sum = ResidualSum(size, eps)
-            self.per_layer_input_gate = ColumnParallelLinear(size, {"gate": inputs.size}, bias=False, tp=EVERY_RANK)
+            self.per_layer_input_gate = whole_linear(size, "gate", inputs.size)
             self.per_layer_projection = RowParallelLinear(inputs.size, size, bias=False, tp=EVERY_RANK)
+            self.per_layer_projection.rounds_at_load = False
             self.post_per_layer_input_norm = WideRMSNorm(size, eps)
 
     def add_mlp(
@@ -270,9 +278,7 @@ class Gemma4Decoder(Decoder):
         if inputs is not None:
             size = config.num_hidden_layers * inputs.size
             self.embed_tokens_per_layer = Gemma3Embedding(inputs.vocab_size, size, self.tp, scaled_by=inputs.size)
-            self.per_layer_model_projection = ColumnParallelLinear(
-                config.hidden_size, {"input": size}, bias=False, tp=EVERY_RANK
-            )
+            self.per_layer_model_projection = whole_linear(config.hidden_size, "input", size)
             self.per_layer_projection_norm = WideRMSNorm(inputs.size, config.rms_norm_eps)
 
     def start(self, step: ForwardStep) -> ResidualStream:
