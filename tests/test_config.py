@@ -364,7 +364,7 @@ def test_another_architecture_is_refused_before_its_sizes_are_missed(tmp_path: P
 @pytest.mark.parametrize(
     ("architecture", "fields", "what"),
     [
-        ("Gemma4ForConditionalGeneration", {}, "a model that reads images or sound beside text; nanoinfer runs the"),
+        ("Gemma3nForConditionalGeneration", {}, "a model that reads images or sound beside text; nanoinfer runs the"),
         ("LlavaForConditionalGeneration", {"vision_config": {"a": 1}}, "take a text model of the same family"),
         ("Phi4MMForCausalLM", {"audio_config": {"a": 1}}, "a model that reads images or sound beside text"),
         ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder-decoder, which reads its prompt with"),

@@ -65,15 +65,18 @@ class KVCacheLayout(NamedTuple):
     @classmethod
     def of(cls, config: BaseModelConfig, max_positions: int, tp: TensorParallel) -> "KVCacheLayout":
         """Return the layout for a model whose sequences have so many tokens at most."""
-        layout = BlockLayout.of(config, tp)
         if config.is_encoder:  # nothing is kept when a layer is computed, so all layers share the memory of one
+            layout = BlockLayout.of(config, tp)
             return cls((TableLayout(None, (layout,)),), (LayerPlace(),) * len(config.windows))
-        layers = [
-            LayerKind(window, layout)
+        kinds = {
+            index: LayerKind(window, BlockLayout.of(config.of_layer(index), tp))
             for index, window in enumerate(config.windows_within(max_positions))
             if not config.is_linear(index)
-        ]
-        return cls.arrange(layers)
+        }
+        owners = [index for index in kinds if config.cache_layer(index) == index]
+        arranged = cls.arrange([kinds[index] for index in owners])
+        places = dict(zip(owners, arranged.places, strict=True))
+        return arranged._replace(places=tuple(places[config.cache_layer(index)] for index in kinds))
 
     @classmethod
     def arrange(cls, layers: Sequence[LayerKind]) -> "KVCacheLayout":
@@ -144,8 +147,7 @@ def _tables_by_kind(layers: Sequence[LayerKind]) -> dict[LayerKind, TableLayout]
     Sizes of pages are counted in places, each of which has room for one of the largest layers. Where several sizes of
     layers, or windows alone, leave a choice, the smallest page that pays is taken.
 
-    The layers of all architectures of the package have one size, so that each place holds one layer, and strides are 1.
-    Layers of two sizes are Gemma 4's, which is not supported yet.
+    Where all layers have one size, each place holds one layer, and strides are 1. Gemma 4's have two sizes.
     """
     kinds = sorted(dict.fromkeys(layers), key=lambda kind: -(kind.window or maxsize))  # the longest window first
     largest = max((kind.layout for kind in kinds), key=lambda layout: sum(layout.num_values))

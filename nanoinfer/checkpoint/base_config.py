@@ -17,6 +17,8 @@ class MoEConfig:
     shared_size: the inner size of the expert that computes all tokens; None: there is none.
     num_groups, num_chosen_groups: experts are in groups, and a token's come from a few of these.
     scaling_factor: what the weights of a token's experts are multiplied by.
+    is_beside_mlp: whether layers with experts also have a dense MLP, whose output is added to theirs.
+    is_geglu: whether experts compute GeGLU in the place of SwiGLU.
     swiglu_limit, swiglu_alpha: where gate and up are clamped, and the slope of the gate's sigmoid, see `clamped_swiglu`
         of ops/experts; None: plain SwiGLU.
     """
@@ -30,6 +32,8 @@ class MoEConfig:
     num_groups: int = 1
     num_chosen_groups: int = 1
     scaling_factor: float = 1.0
+    is_beside_mlp: bool = False
+    is_geglu: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.0
 
@@ -143,6 +147,14 @@ class BaseModelConfig:
     def index_among_its_kind(self, index: int) -> int:
         """Return how many layers before a layer have linear attention too, or have attention too."""
         return [self.is_linear(other) for other in range(index)].count(self.is_linear(index))
+
+    def of_layer(self, index: int) -> "BaseModelConfig":
+        """Return the config with the sizes of one layer, in models whose layers differ."""
+        return self
+
+    def cache_layer(self, index: int) -> int:
+        """Return the layer whose keys and values a layer attends to: itself, or an earlier one."""
+        return index
 
     def windows_within(self, max_positions: int) -> tuple[int | None, ...]:
         """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""

@@ -24,6 +24,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NOT_THE_MODEL = ("consolidated*.safetensors", "adapter_model*.safetensors")
 PICKLED = (".bin", ".pt", ".pth")
 HEAD = "lm_head.weight"
+# How the names of vectors end that something is multiplied by: norms, and scales of layers and experts.
+FACTORS = ("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar", "per_expert_scale")
 NUMBER = re.compile(r"\.\d+(?=\.)")  # in a tensor's name
 
 
@@ -100,13 +102,13 @@ def _names_as_in_others(weights: ModelWeights, names: dict[Place, str]) -> list[
 
 
 def fill_with_random_weights(model: nn.Module, std: float, seed: int) -> None:
-    """Draw every matrix and bias from N(0, std^2) and set every norm to 1: for tests and benchmarks."""
+    """Draw every matrix and bias from N(0, std^2) and set every norm and scale to 1: for tests and benchmarks."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, param in model.named_parameters():
         path, _, kind = name.rpartition(".")
         quant_method = getattr(model.get_submodule(path), "quant_method", None)
-        if name.endswith("norm.weight"):
+        if name.endswith(FACTORS):
             param.fill_(1.0)
         elif quant_method is None or kind == "bias":
             param.normal_(0.0, std, generator=generator)

@@ -1,7 +1,7 @@
 """A model's sizes, as its architecture reads them from config.json, and how they are split over ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
@@ -60,6 +60,26 @@ class EncoderConfig:
     head_activation: str = "tanh"
 
 
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """Holds what differs between the layers of a model, by the names of the fields of ModelConfig that it replaces."""
+
+    num_key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    intermediate_size: int
+    has_keys_as_values: bool = False
+    shares_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Describes an embedding of the tokens for each layer, beside that which goes through all of them."""
+
+    vocab_size: int
+    size: int  # of a layer's embedding
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(BaseModelConfig):
     """Holds a model's sizes."""
@@ -77,6 +97,10 @@ class ModelConfig(BaseModelConfig):
     unrotated: tuple[bool, ...]  # which layers know no positions
     qk_norm: bool | None = None  # whether each head of queries and keys is normalised; None: the architecture says
     query_scaling_beta: float | None = None  # of queries far from the start, see `rotary_embedding.py`; None: none
+    has_keys_as_values: bool = False  # values are the keys as they are before their norm and rotation
+    shares_cache: bool = False  # a layer attends to the keys and values of an earlier one, and has none of its own
+    layers: tuple[LayerConfig, ...] | None = None  # by layer; None where all are alike
+    layer_inputs: LayerInputs | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_scaling: float = 1.0  # logits are divided by it
@@ -86,12 +110,15 @@ class ModelConfig(BaseModelConfig):
 
     def check(self, quantization: str | None) -> None:
         """Raise ModelError for sizes that do not fit each other. quantization: how the user wants weights rounded."""
-        num_heads, num_kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if num_heads % num_kv_heads != 0:
-            raise ModelError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
-        for name in ("head_dim", "rotary_dim"):
-            if getattr(self, name) % 2 != 0:
-                raise ModelError(f"{name}={getattr(self, name)} is odd; rotary embedding turns pairs of dimensions")
+        num_heads = self.num_attention_heads
+        for kind in self._kinds_of_layers:
+            if num_heads % (num_kv_heads := kind.num_key_value_heads) != 0:
+                raise ModelError(
+                    f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+                )
+            for name in ("head_dim", "rotary_dim"):
+                if (size := getattr(kind, name)) % 2 != 0:
+                    raise ModelError(f"{name}={size} is odd; rotary embedding turns pairs of dimensions")
         if not 0 < self.max_model_len <= MAX_SIZE:
             raise ModelError(f"config.json stretches the context to {self.max_model_len} tokens; check its RoPE factor")
         if quantization is not None and self.moe is not None and self.moe.swiglu_limit is not None:
@@ -105,6 +132,16 @@ class ModelConfig(BaseModelConfig):
     @property
     def is_encoder(self) -> bool:
         return self.encoder is not None
+
+    def of_layer(self, index: int) -> "ModelConfig":
+        return self if self.layers is None else replace(self, **asdict(self.layers[index]))
+
+    def cache_layer(self, index: int) -> int:
+        """Return the layer whose keys and values a layer attends to: itself, or the last before it with its window."""
+        if self.layers is None or not self.layers[index].shares_cache:
+            return index
+        alike = (other for other in range(index) if self.windows[other] == self.windows[index])
+        return max(other for other in alike if not self.layers[other].shares_cache)
 
     @property
     def has_bfloat16_kernels(self) -> bool:
@@ -132,18 +169,20 @@ class ModelConfig(BaseModelConfig):
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ConfigError where heads or MLP cannot be split over `size` ranks, with the sizes that would do."""
-        heads, kv_heads, mlps = self.num_attention_heads, self.num_key_value_heads, self._mlps
+        heads, mlps = self.num_attention_heads, self._mlps
+        all_kv_heads = [*dict.fromkeys(kind.num_key_value_heads for kind in self._kinds_of_layers)]
         even = {} if self.mlp_multiple > 1 else {**mlps}  # others are filled up
         if self.linear_attention is not None:
             even["linear_num_key_heads"] = mlps["linear_num_key_heads"] = self.linear_attention.num_key_heads
 
         def fits(n: int) -> bool:  # ranks may share a KV head
             fit = all(size % n == 0 for size in even.values())
-            return heads % n == 0 and fit and (kv_heads % n == 0 or n % kv_heads == 0)
+            return heads % n == 0 and fit and all(kv % n == 0 or n % kv == 0 for kv in all_kv_heads)
 
         if not fits(size) or self._cut_blocks(size):
             sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n) and not self._cut_blocks(n))
             of_mlps = " and ".join(f"{name}={mlp}" for name, mlp in mlps.items())
+            kv_heads = " or ".join(map(str, all_kv_heads))
             why = f": {self._cut_blocks(size)}" if fits(size) else ""
             raise ConfigError(
                 f"tensor_parallel_size={size} cannot split num_attention_heads={heads}, num_key_value_heads="
@@ -159,13 +198,21 @@ class ModelConfig(BaseModelConfig):
     def _mlps(self) -> dict[str, int]:
         """Return the inner sizes of the MLPs that the model has, by the names of their fields."""
         mlps = {}
-        if self.moe is None or not all(self.moe.has_experts):
+        if self.moe is None or self.moe.is_beside_mlp or not all(self.moe.has_experts):
             mlps["intermediate_size"] = self.intermediate_size
         if self.moe is not None:
             mlps["moe_intermediate_size"] = self.moe.intermediate_size
             if self.moe.shared_size is not None:
                 mlps["shared_expert_intermediate_size"] = self.moe.shared_size
         return mlps
+
+    @property
+    def _kinds_of_layers(self) -> Iterator["ModelConfig"]:
+        """Yield the config with the sizes of each kind of layers."""
+        if self.layers is None:
+            yield self
+        for layer in dict.fromkeys(self.layers or ()):
+            yield replace(self, **asdict(layer))
 
     def _cut_blocks(self, size: int) -> str | None:
         """Return which share of one of `size` ranks ends inside a group of values that have one scale, if any."""
@@ -188,10 +235,11 @@ class ModelConfig(BaseModelConfig):
 
     def _shares_of_heads(self, size: int) -> Iterator["ShareOfHeads"]:
         """Yield what each of `size` ranks has of the heads."""
-        value_heads = self.num_attention_heads // size * self.head_dim
-        yield ShareOfHeads("the query heads", value_heads, "self_attn.qkv_proj", "self_attn.o_proj")
-        key_heads = max(1, self.num_key_value_heads // size) * self.head_dim
-        yield ShareOfHeads("the KV heads", key_heads, "self_attn.qkv_proj")
+        for kind in self._kinds_of_layers:
+            value_heads = kind.num_attention_heads // size * kind.head_dim
+            yield ShareOfHeads("the query heads", value_heads, "self_attn.qkv_proj", "self_attn.o_proj")
+            key_heads = max(1, kind.num_key_value_heads // size) * kind.head_dim
+            yield ShareOfHeads("the KV heads", key_heads, "self_attn.qkv_proj")
         if (linear := self.linear_attention) is not None:
             products = "linear_attn.in_proj_qkvz", "linear_attn.out_proj"
             yield ShareOfHeads("the linear value heads", linear.value_size // size, *products)
@@ -212,5 +260,7 @@ class ModelConfig(BaseModelConfig):
         part, _, last = product.partition(".")
         if part == "mlp":
             has_experts = self.moe is not None and self.moe.has_experts[index]
+            if has_experts and self.moe is not None and self.moe.is_beside_mlp:
+                return True
             return has_experts == last.startswith(("experts", "shared_expert"))
         return self.is_linear(index) == (part == "linear_attn")

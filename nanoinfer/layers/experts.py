@@ -108,7 +108,7 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:
         super().__init__()
         # (num_experts, 2 * local inner size, hidden_size) and (num_experts, hidden_size, local inner size)
-        inner_size = moe.intermediate_size
+        inner_size, self.is_geglu = moe.intermediate_size, moe.is_geglu
         self.gate_up_proj = self.projection(moe.num_experts, ("gate", "up"), (inner_size, hidden_size), 0, tp)
         self.down_proj = self.projection(moe.num_experts, ("down",), (hidden_size, inner_size), 1, tp)
 

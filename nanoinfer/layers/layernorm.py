@@ -12,7 +12,13 @@ from nanoinfer.layers.linear import PartialSum, ShardedVector
 from nanoinfer.ops.all_reduce_norm.spec import all_reduce_add_rms_norm
 from nanoinfer.ops.common.fp8_format import Activations, QuantizedRows, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
-from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, add_rms_norm_to_fp8, rms_norm
+from nanoinfer.ops.norms.spec import (
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_to_fp8,
+    add_scaled_rms_norm,
+    rms_norm,
+)
 
 
 class RMSNorm(nn.Module):
@@ -42,6 +48,8 @@ class RMSNorm(nn.Module):
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps, self.centres), residual
         weight, eps, sum_weight, others = self.weight, self.eps, hidden.sum_weight, hidden.other_terms
+        if hidden.total_scale is not None:
+            return add_scaled_rms_norm(hidden.all_reduced(), residual, weight, eps, sum_weight, hidden.total_scale)
         if hidden.buffers is not None:
             assert not self.centres, "the kernel that all-reduces subtracts no mean"
             return all_reduce_add_rms_norm(hidden.terms, residual, hidden.buffers, weight, eps, sum_weight)
@@ -54,7 +62,7 @@ class RMSNorm(nn.Module):
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
     ) -> tuple[QuantizedRows, Tensor]:
-        if hidden is None or hidden.buffers is not None or self.centres:
+        if hidden is None or hidden.buffers is not None or hidden.total_scale is not None or self.centres:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
         sum_weight, others = hidden.sum_weight, hidden.other_terms
@@ -75,8 +83,14 @@ class GemmaRMSNorm(RMSNorm):
         param.copy_(1 + full.float())
 
 
+class WideRMSNorm(RMSNorm):
+    """Normalises as RMSNorm, with the product in float32, and so is the weight (Gemma 4)."""
+
+    weight_dtype = torch.float32
+
+
 # What is exactly x / rms(x) * weight, so that other kernels may compute it from `weight` and `eps`.
-SCALING_NORMS = frozenset({RMSNorm, GemmaRMSNorm})
+SCALING_NORMS = frozenset({RMSNorm, GemmaRMSNorm, WideRMSNorm})
 
 
 class CohereLayerNorm(RMSNorm):
@@ -117,6 +131,11 @@ class ResidualStream:
         """Let the next norm add these terms, after a norm of their own if there is one."""
         terms = terms if norm_of_terms is None else norm_of_terms.of_sum(terms)
         self.added = terms if self.added is None else self.added.plus(terms)
+
+    def scale(self, factor: Tensor) -> None:
+        """Let the next norm multiply the stream by a factor, (1,), when it has added the waiting terms."""
+        assert self.added is not None, "the norm that scales a sum also adds it"
+        self.added = replace(self.added, total_scale=factor)
 
     def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
         """Add the waiting terms, and normalise the sum. out_format: how the next product wants its inputs."""

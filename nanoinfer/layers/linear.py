@@ -126,6 +126,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Where there are few heads, as on a rank of several, split-K pays here, too.
     has_gates: whether each query head has a gate, which checkpoints hold behind it. Here all gates come first.
+    parts: which of the three there are.
     """
 
     def __init__(
@@ -137,10 +138,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: bool,
         tp: TensorParallel,
         has_gates: bool = False,
+        parts: tuple[str, ...] = ("q", "k", "v"),
     ) -> None:
         kv_split = tp.split_of_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
         sizes = {"q": (1 + has_gates) * num_heads * head_dim, "k": kv_size, "v": kv_size}
+        sizes = {part: sizes[part] for part in parts}
         super().__init__(input_size, sizes, bias=bias, tp=tp, splits={"k": kv_split, "v": kv_split})
         self.has_gates = has_gates
         self.num_heads = tp.shard_size(num_heads, "query heads")
@@ -173,6 +176,8 @@ class PartialSum:
     sum_weight: (hidden_size,), of a norm of the sum before it is added to the residual stream; None for no such norm.
     tp: the ranks that must still all-reduce the terms, one on each; None if there is no need, or the norm does it.
     other_terms: further terms in a tensor of their own, contiguous, in any dtype; None for none. With one rank only.
+    total_scale: (1,), by which the residual stream is multiplied when the terms are added to it; None for 1. Then there
+        are neither buffers nor other terms.
     """
 
     terms: Tensor
@@ -180,6 +185,7 @@ class PartialSum:
     sum_weight: Tensor | None = None
     tp: TensorParallel | None = None
     other_terms: Tensor | None = None
+    total_scale: Tensor | None = None
 
     def plus(self, other: "PartialSum") -> "PartialSum":
         """Return the sum of both, which the ranks all-reduce once. Neither is to be all-reduced by a norm."""

@@ -6,7 +6,6 @@ The rotation is fused with the q/k norms and the KV-cache write: see `norm_rope_
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
 
-ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 class RotaryEmbedding(nn.Module):
@@ -43,16 +42,18 @@ class RotaryEmbedding(nn.Module):
 
 def rotary_embeddings(config: ModelConfig, max_positions: int, is_interleaved: bool) -> list[RotaryEmbedding]:
     """Return the rotary embedding of each layer. Layers with equal ones share a module."""
-    rotary = partial(RotaryEmbedding, max_positions=max_positions, is_interleaved=is_interleaved)
-    common = local = rotary(config)
-    if config.local_rope is not None:
-        local = rotary(replace(config, rope=config.local_rope))
-    unrotated = rotary(config, rotates=False) if any(config.unrotated) else common
-    # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
-    return [
-        unrotated if is_unrotated else local if has_window else common
-        for is_unrotated, has_window in zip(config.unrotated, config.windows, strict=True)
-    ]
+    modules: dict[tuple[bool, bool, int], RotaryEmbedding] = {}
+    embeddings = []
+    for index, (is_unrotated, window) in enumerate(zip(config.unrotated, config.windows, strict=True)):
+        layer = config.of_layer(index)
+        # Which RoPE a layer has does not depend on whether a sequence can outgrow its window.
+        if is_local := bool(window) and not is_unrotated and config.local_rope is not None:
+            layer = replace(layer, rope=config.local_rope)
+        kind = is_unrotated, is_local, layer.rotary_dim
+        if kind not in modules:
+            modules[kind] = RotaryEmbedding(layer, max_positions, not is_unrotated, is_interleaved)
+        embeddings.append(modules[kind])
+    return embeddings
 
 
 def query_scales(config: ModelConfig, max_positions: int) -> Tensor | None:
@@ -85,6 +86,8 @@ def rope_frequencies(config: ModelConfig, max_positions: int) -> tuple[Tensor, f
         if rope.rope_type == "dynamic":
             _check_dynamic(config, max_positions, rope.parameters["factor"])
             return inv_freq, 1.0
+        if rope.rope_type == "proportional":
+            return _proportional(inv_freq, config), 1.0
         if rope.rope_type == "llama3":
             return _llama3(inv_freq, config), 1.0
         if rope.rope_type == "longrope":
@@ -103,6 +106,13 @@ def _check_dynamic(config: ModelConfig, max_positions: int, factor: float) -> No
             f"rope_type='dynamic' with factor={factor} changes all positions of a sequence that outgrows {limit}, and "
             f"the keys in the KV cache would stay; use max_model_len={limit} at most"
         )
+
+
+def _proportional(inv_freq: Tensor, config: ModelConfig) -> Tensor:
+    """Leave the last pairs of dimensions unrotated, the rest as they are where all are rotated (Gemma 4)."""
+    p, num_pairs = config.rope.parameters, len(inv_freq)
+    num_rotated = int(p.get("partial_rotary_factor", 1.0) * num_pairs)
+    return torch.where(torch.arange(num_pairs) < num_rotated, inv_freq / p.get("factor", 1.0), 0.0)
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:

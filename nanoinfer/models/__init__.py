@@ -18,6 +18,10 @@ REGISTRY: dict[str, str] = {
     "Gemma2ForCausalLM": "gemma.Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "gemma.Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration": "gemma.Gemma3ForCausalLM",
+    "Gemma4ForCausalLM": "gemma4.Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration": "gemma4.Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM": "gemma4.Gemma4UnifiedForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4.Gemma4UnifiedForCausalLM",
     "Glm4MoeForCausalLM": "glm4_moe.Glm4MoeForCausalLM",
     "GptOssForCausalLM": "gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "granite.GraniteForCausalLM",
@@ -55,6 +59,8 @@ SUPPORTED: dict[str, str] = {**REGISTRY, **ENCODERS}
 # By the class for text and images, and the type of its text model: the class for text alone.
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "Qwen2_5_VLForConditionalGeneration": {
         "qwen2_5_vl_text": "Qwen2ForCausalLM",

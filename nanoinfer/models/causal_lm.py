@@ -32,6 +32,7 @@ class DecoderForCausalLM(NativeModel):
     """
 
     spec: ClassVar[DecoderSpec] = DecoderSpec()
+    decoder: ClassVar[type[Decoder]] = Decoder
     # How the names of tensors begin that are not needed, because they belong to vision models.
     unused_prefixes: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual."),
@@ -60,7 +61,7 @@ class DecoderForCausalLM(NativeModel):
         self, config: ModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.model = Decoder(config, self.spec, max_positions, backends, tp)
+        self.model = self.decoder(config, self.spec, max_positions, backends, tp)
         self.generates = config.head is None  # else steps sample nothing
         has_logits = config.head is None or config.head.kind == "vocabulary"
         head = ParallelLMHead if has_logits else NoHead

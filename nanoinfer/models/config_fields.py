@@ -134,9 +134,16 @@ def _rope_config(fields: Fields, part: Fields, base: str) -> RopeConfig:
             parameters[name] = [Fields({name: factor}).float(name) for factor in part.get(name)]
         elif name in ROPE_PARAMETERS and name not in named:
             part.get(name)  # which the type may want
+    if is_proportional(part):
+        parameters[PARTIAL] = part.float(PARTIAL, 1.0)
     if rope_type == "default" and "factor" in parameters:
         raise ModelError(f"config.json has RoPE parameters {parameters!r} and no rope_type; say of which type")
     return RopeConfig(str(rope_type), theta, parameters)
+
+
+def is_proportional(part: Fields) -> bool:
+    """Return whether a set of RoPE parameters rotates a share of the pairs of a whole head, and no other does."""
+    return bool(part.get("rope_type") == "proportional")
 
 
 def read_rope_of(fields: Fields, kind: str) -> RopeConfig:
@@ -156,7 +163,8 @@ def read_rope_of(fields: Fields, kind: str) -> RopeConfig:
         found = {"rope_theta": bases.float("global"), "rope_local_base_freq": bases.float("local")}
         fields = fields.with_others(replace(bases, values=found), found)
     part = _set_of_numbers(sets, kind)
-    fields.with_others(part, [PARTIAL]).must_be(PARTIAL, 1.0)
+    if not is_proportional(part):
+        fields.with_others(part, [PARTIAL]).must_be(PARTIAL, 1.0)
     if kind == "full_attention":
         part = _set_of_numbers(fields, "rope_scaling").with_others(part, part.values)
     base = ROPE_BASES[kind]

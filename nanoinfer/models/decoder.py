@@ -247,9 +247,9 @@ class Decoder(LayerStack):
         setup = DecoderSetup(config, spec, backends, tp)
         windows = config.windows_within(max_positions)
         embeddings = rotary_embeddings(config, max_positions, spec.interleaves_rotary)
-        layers: list[DecoderLayer] = []
+        layers: list[Layer] = []
         for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True)):
-            layers.append(DecoderLayer(setup, index, window, embedding))
+            layers.append((spec.layer or DecoderLayer)(setup, index, window, embedding))
             # At once: there may be no memory for all layers in 16 bits.
             quantize_layer(layers[-1], f"model.layers.{index}", config.quantization)
         self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(layers))

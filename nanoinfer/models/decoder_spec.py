@@ -14,7 +14,7 @@ from nanoinfer.layers.layernorm import SCALING_NORMS, RMSNorm
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.models.layer_stack import Way
+from nanoinfer.models.layer_stack import Layer, Way
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.linear_method import ProductKind
@@ -76,6 +76,7 @@ class DecoderSpec:
     has_gates: bool = False  # attention's output is multiplied by the sigmoid of gates, which q_proj computes too
     interleaves_linear: bool = False  # checkpoints interleave the weights of linear attention by key heads
     attention: Callable[..., Mixer] | None = None  # a Mixer, called as `DecoderAttention`; None for DecoderAttention
+    layer: Callable[..., Layer] | None = None  # called as DecoderLayer; None for DecoderLayer
     norm: type[RMSNorm] = RMSNorm  # of all norms
     embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
     activation: Callable[[Tensor, RowFormat | None], Activations] = silu_and_mul  # between a dense MLP's two products
@@ -96,7 +97,8 @@ class DecoderSpec:
     def needs_whole_sums(self) -> bool:
         """Whether the ranks all-reduce what is added to the residual stream before the next norm, and not within it."""
         # The kernel that does both knows no other norms, and leaves a rank only its own rows of the stream.
-        return self.has_parallel_block or not self.has_pre_norms or self.norm not in SCALING_NORMS
+        has_other_layers = self.layer is not None
+        return self.has_parallel_block or not self.has_pre_norms or self.norm not in SCALING_NORMS or has_other_layers
 
 
 @dataclass(frozen=True, slots=True)

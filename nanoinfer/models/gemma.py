@@ -17,11 +17,14 @@ from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 
 
 class Gemma3Embedding(VocabParallelEmbedding):
-    """Scales the embeddings by sqrt(hidden_size), rounded to their dtype. The head that is tied to them does not."""
+    """Scales the embeddings by sqrt(hidden_size), rounded to their dtype. The head that is tied to them does not.
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+    scaled_by: what the scale is the square root of; None for hidden_size.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, scaled_by: int | None = None) -> None:
         super().__init__(vocab_size, hidden_size, tp)
-        self.scale = torch.tensor(hidden_size**0.5, dtype=self.weight.dtype, device="cpu").item()
+        self.scale = torch.tensor((scaled_by or hidden_size) ** 0.5, dtype=self.weight.dtype, device="cpu").item()
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return super().forward(token_ids) * self.scale

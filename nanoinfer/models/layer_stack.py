@@ -93,9 +93,13 @@ class LayerStack(nn.Module, ABC):
     def finish(self, stream: ResidualStream) -> Tensor:
         """Return the model's hidden states, (num_tokens, hidden_size), from the stream after the last layer."""
 
+    def start(self, step: ForwardStep) -> ResidualStream:
+        """Return the residual stream that the first layer reads."""
+        return ResidualStream(self.embed(step))
+
     def forward(self, step: ForwardStep, run_layer: RunLayer = Layer.__call__) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""
-        stream = ResidualStream(self.embed(step))
+        stream = self.start(step)
         if self.has_experts:
             step = replace(step, row_mask=step.attention.slot_mapping >= 0)
         for layer in self.layers:

@@ -248,6 +248,7 @@ class Fp8LinearMethod(Fp8WeightOnlyMethod):
             expert_ids,
             weights,
             self.dtype,
+            experts.is_geglu,
         )
 
     def round_input(self, x: Activations) -> QuantizedRows:

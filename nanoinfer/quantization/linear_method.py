@@ -163,7 +163,7 @@ class LinearMethod:
         """Return what `expert_mlp` of ops/experts does. experts: the layer that has the weights of all experts."""
         gate_up, down = experts.gate_up_proj, experts.down_proj
         first, second = (layer.quant_method.expert_weights(layer) for layer in (gate_up, down))
-        return expert_mlp(cast(Tensor, x), first, second, expert_ids, weights, experts.clamps)
+        return expert_mlp(cast(Tensor, x), first, second, expert_ids, weights, experts.clamps, experts.is_geglu)
 
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
         """Return how far to split K; docs/performance.md has the times that this is based on."""

@@ -45,6 +45,7 @@ CASES = {
     "dynamic, old spelling": {"type": "dynamic", "factor": 4.0},
     "llama3": LLAMA3,
     "llama3, factor 32, wide ramp": {**LLAMA3, "factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 20.0},
+    "proportional": {"rope_type": "proportional", "factor": 2.0},
     "yarn": YARN,
     "yarn, factor 1": {**YARN, "factor": 1.0, "original_max_position_embeddings": 4096},
     "yarn, attention_factor": {**YARN, "attention_factor": 1.5},
@@ -74,6 +75,8 @@ def both_configs(rope_scaling: dict[str, Any] | None, head_dim: int, theta: floa
 def test_the_frequencies_are_those_of_transformers(case: str, head_dim: int, theta: float) -> None:
     if "not truncated" in case and not TRANSFORMERS_TRUNCATES:
         pytest.skip("transformers knows `truncate` from 4.55 on")
+    if case == "proportional" and case not in ROPE_INIT_FUNCTIONS:
+        pytest.skip(f"transformers {transformers.__version__} does not know the type")
     theirs, ours = both_configs(CASES[case], head_dim, theta)
     inv_freq, scale = rope_frequencies(ours, 4096)
     if ours.rope.rope_type == "default":
@@ -155,13 +158,14 @@ def test_sixteen_bits_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype
     assert torch.equal(rotate(x, positions, cos_sin_cache), exact.to(dtype))
 
 
-@pytest.mark.parametrize("rope_type", ["ntk", "proportional"])
+@pytest.mark.parametrize("rope_type", ["ntk", "axial"])
 def test_an_unknown_type_is_refused_with_the_list(rope_type: str) -> None:
     config = read_native_config({**SIZES, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}})
     with pytest.raises(ModelError) as error:
         rope_frequencies(config, 4096)
     assert str(error.value) == (
-        f"rope_type='{rope_type}' is not supported; supported are default, dynamic, linear, llama3, longrope, yarn"
+        f"rope_type='{rope_type}' is not supported; supported are default, dynamic, linear, llama3, longrope, "
+        "proportional, yarn"
     )
 
 

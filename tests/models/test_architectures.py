@@ -21,6 +21,12 @@ HYBRIDS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 SMALL_WEIGHTS = (
     ".gate.weight",
     "router.weight",
+    "router.proj.weight",
+    "router.scale",
+    "per_expert_scale",
+    "layer_scalar",
+    "per_layer_projection.weight",
+    "per_layer_model_projection.weight",
     "_gate.weight",
     "conv1d",
     "in_proj_ba",
@@ -103,6 +109,12 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         scaling = {"rope_type": "default"} if seed % 2 else {"rope_type": "linear", "factor": 4.0}
         sliding = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0))}
         options["rope_parameters"] = {"full_attention": {**scaling, "rope_theta": 1e6}, "sliding_attention": sliding}
+    elif architecture.startswith("Gemma4"):
+        options |= draw_gemma4_options(rng, head_dim)
+        if architecture == "Gemma4ForCausalLM":
+            options |= draw_gemma4_experts_and_inputs(rng)
+            # transformers lets layers share caches only where they have inputs.
+            options["num_kv_shared_layers"] *= options["hidden_size_per_layer_input"] > 0
     elif architecture == "SmolLM3ForCausalLM":
         options |= {"use_sliding_window": window is not None, "sliding_window": window or 4096, "pad_token_id": 0}
         options |= {"no_rope_layers": rng.choice((None, [1, 0, 1, 0])), "no_rope_layer_interval": rng.choice((2, 3))}
@@ -157,6 +169,38 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
     return options
 
 
+def draw_gemma4_options(rng: random.Random, head_dim: int) -> dict[str, Any]:
+    """Draw what all of Gemma 4 have: layers of two shapes, of which the last may read the caches of earlier ones."""
+    types = rng.choice((["sliding_attention"] * 2 + ["full_attention"], ["sliding_attention", "full_attention"])) * 2
+    num_global = rng.choice((None, 1))
+    rotations = {"rope_type": "proportional", "partial_rotary_factor": rng.choice((0.25, 0.5)), "rope_theta": 1e6}
+    return {
+        "initializer_range": 0.05,  # or scaled, tied embeddings would repeat the last token
+        "head_dim": head_dim,
+        "global_head_dim": 2 * head_dim,
+        "attention_k_eq_v": num_global is not None,
+        "num_global_key_value_heads": num_global,
+        "num_hidden_layers": len(types),
+        "layer_types": types,
+        "num_kv_shared_layers": rng.choice((0, len(types) // 2)),
+        "use_double_wide_mlp": rng.random() < 0.5,
+        "sliding_window": rng.choice((1, 7, 50, 200)),
+        "attention_bias": rng.random() < 0.3,
+        "final_logit_softcapping": rng.choice((None, 0.3, 30.0)),
+        "rope_parameters": {
+            "full_attention": rotations,
+            "sliding_attention": {"rope_type": "default", "rope_theta": rng.choice((100.0, 10000.0))},
+        },
+    }
+
+
+def draw_gemma4_experts_and_inputs(rng: random.Random) -> dict[str, Any]:
+    """Draw what few of Gemma 4 have: experts beside the MLP, an embedding for each layer."""
+    options: dict[str, Any] = {"hidden_size_per_layer_input": rng.choice((0, 8))}
+    options |= {"vocab_size_per_layer_input": VOCAB_SIZE, "enable_moe_block": rng.random() < 0.5}
+    return options | {"num_experts": rng.choice((3, 8)), "top_k_experts": 2, "moe_intermediate_size": 24}
+
+
 def draw_hybrid_options(rng: random.Random, head_dim: int) -> dict[str, Any]:
     """Draw what hybrids of linear and full attention have; the fields of experts mean nothing to the dense one."""
     num_key_heads = rng.choice((2, 4))
@@ -191,6 +235,8 @@ def save_random_model(folder: Path, architecture: str, options: dict[str, Any], 
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for name, param in model.named_parameters():
             if param.dim() == 1:  # or a norm or a bias that is left out would not be missed
                 param.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)

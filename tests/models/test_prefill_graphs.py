@@ -17,7 +17,10 @@ from nanoinfer.models.layer_stack import Way
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, DecoderPrefillGraphs, padded_sizes
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
-NOT_PLAIN = ("Cohere2ForCausalLM", "Exaone4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+NOT_PLAIN = (
+    *("Cohere2ForCausalLM", "Exaone4ForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+    *("GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+)
 WITH_EXPERTS = (
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",

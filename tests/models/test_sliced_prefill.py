@@ -22,6 +22,8 @@ RUN_WHOLE = (
     *HYBRIDS,
     "Cohere2ForCausalLM",
     "Exaone4ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM",
     "GraniteForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",

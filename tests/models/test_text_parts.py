@@ -28,6 +28,9 @@ TEXT = {
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 PATCHES = {"image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+GEMMA4 = {"initializer_range": 0.05, "global_head_dim": 32, "sliding_window": 16}
+GEMMA4_INPUTS = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 8}
+GEMMA4_VISION = {"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 64}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 # By name: the class, its fields, and how older checkpoints began the names of tensors.
@@ -39,6 +42,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             "vision_config": {**VISION, **PATCHES},
         },
         {"model.language_model.": "language_model.model.", "model.": ""},
+    ),
+    "Gemma 4": (
+        "Gemma4ForConditionalGeneration",
+        {"text_config": {**TEXT, **GEMMA4, **GEMMA4_INPUTS}, "vision_config": {**VISION, "head_dim": 8}},
+        {},
+    ),
+    "Gemma 4, unified": (
+        "Gemma4UnifiedForConditionalGeneration",
+        {"text_config": {**TEXT, **GEMMA4, "attention_k_eq_v": True}, "vision_config": GEMMA4_VISION},
+        {},
     ),
     "Mistral 3": (
         "Mistral3ForConditionalGeneration",
@@ -82,6 +95,9 @@ def test_greedy_tokens_of_the_text_part_equal_those_of_transformers(tmp_path: Pa
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = model_class(model_class.config_class(**fields, tie_word_embeddings=False)).float().eval()
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for param_name, param in model.named_parameters():
             if param.dim() == 1:
                 param.normal_(mean=1.0 if param_name.endswith("norm.weight") else 0.0, std=0.2)

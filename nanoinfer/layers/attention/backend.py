@@ -85,12 +85,19 @@ class AttentionBackend(Backend, Protocol):
         store_keys_values(k, v, cache, metadata.slot_mapping)
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        metadata: PrefillMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from the step's chunks to their contexts.
 
         k, v: (num_tokens, num_kv_heads, head_dim), the chunks' own. They suffice without the cache if no chunk has a
-        prefix there, and the cache holds them unrounded. sinks: (num_heads,), if the spec has them.
+        prefix there, and the cache holds them unrounded. None: only the cache has them. sinks: (num_heads,), if the
+        spec has them.
         """
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
@@ -109,16 +116,23 @@ class TorchBackend(AttentionBackend):
         self.spec = spec
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        metadata: PrefillMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         spec, out = self.spec, torch.empty_like(q)
         start = 0
         for index, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
             chunk = slice(start, start + query_len)
-            context_k, context_v = k[chunk], v[chunk]
-            if query_len != context_len or cache.in_8_bits:
+            if k is None or v is None or query_len != context_len or cache.in_8_bits:
                 table = metadata.block_tables[index]
                 context_k, context_v = gather_context(cache, table, context_len, q.dtype)
+            else:
+                context_k, context_v = k[chunk], v[chunk]
             if spec.causal:
                 out[chunk] = causal_attention(
                     q[chunk], context_k, context_v, spec.scale, spec.window, sinks, spec.soft_cap

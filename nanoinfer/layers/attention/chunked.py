@@ -37,7 +37,13 @@ class ChunkedBackend(AttentionBackend):
         return replace(metadata, plans={**metadata.plans, self.spec: self._backend.plan(cut, cache)})
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        metadata: PrefillMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         return self._backend.prefill(q, k, v, cache, metadata.plans[self.spec], sinks)
 

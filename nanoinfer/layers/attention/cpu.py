@@ -50,12 +50,19 @@ class CpuBackend(TorchBackend):
         planned_store(k, v, cache, self._plan(metadata).writes)
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        metadata: PrefillMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         spec, query_len = self.spec, metadata.query_lens[0]
         is_plain = spec.causal and sinks is None and spec.soft_cap is None and (spec.window or query_len) >= query_len
         reads_cache = metadata.reads_cache or cache.in_8_bits
-        if not is_plain or reads_cache or set(metadata.query_lens) != {query_len}:
+        has_equal_lens = set(metadata.query_lens) == {query_len}
+        if k is None or v is None or not is_plain or reads_cache or not has_equal_lens:
             return super().prefill(q, k, v, cache, metadata, sinks)
         # Whole prompts of equal lengths are a batch.
         q, k, v = (x.unflatten(0, (-1, query_len)).transpose(1, 2) for x in (q, k, v))

@@ -56,10 +56,16 @@ class FlashAttentionBackend(AttentionBackend):
         return replace(metadata, plans={**metadata.plans, self.spec: metadata.with_a_row_for_each_token()})
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        metadata: PrefillMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         block_tables = None
-        if metadata.reads_cache:
+        if k is None or v is None or metadata.reads_cache:
             k, v = cache.k.transpose(1, 2), cache.v.transpose(1, 2)  # (num_blocks, block_size, num_kv_heads, head_dim)
             block_tables = metadata.block_tables
         return varlen_attention(

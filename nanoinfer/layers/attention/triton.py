@@ -82,7 +82,13 @@ class TritonBackend(AttentionBackend):
         return replace(metadata, plans={**metadata.plans, self.spec: plan})
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: PrefillMetadata, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        metadata: PrefillMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if self.for_prefill is not None and not cache.in_8_bits:
             return self.for_prefill.prefill(q, k, v, cache, metadata)

@@ -32,10 +32,13 @@ MULTIPLYING_REGISTERS, LOADING_REGISTERS = 232, 40
 
 
 @gluon.jit
-def gated(gate, up, clamps, dtype: gl.constexpr):
+def gated(gate, up, clamps, dtype: gl.constexpr, GELU: gl.constexpr):
     """Return what `gated` of `ops/common` does, or with clamps, limit and alpha, `_clamped` of `triton.py`."""
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    if clamps is None:
+    if GELU:
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        return (gate / (1.0 + gl.exp(-slope))).to(dtype).to(gl.float32) * up
+    elif clamps is None:
         return (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up
     else:
         limit, alpha = clamps
@@ -172,7 +175,7 @@ def _multiply(
             second += gl.load(ptrs + distance, mask=is_second, other=0.0).to(gl.float32)[None, :]
         if GATED:
             if expert < num_experts:
-                out = gated(first, second, clamps, dtype)
+                out = gated(first, second, clamps, dtype, GATED == "gelu")
                 out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * (num_columns // 2) + column[None, :]
                 gl.store(out_ptrs, out.to(dtype), mask=first_mask)
         else:
@@ -199,7 +202,8 @@ def _hopper_experts_kernel(
     num_experts: gl.constexpr,
     num_columns: gl.constexpr,  # rows of an expert's weight
     depth: gl.constexpr,
-    GATED: gl.constexpr,  # rows are those of tokens, and columns those of gate and up; else rows are those of pairs
+    # True or "gelu": rows are those of tokens, and columns those of gate and up. False: rows are those of pairs.
+    GATED: gl.constexpr,
     ROWS: gl.constexpr,
     PART: gl.constexpr,
     DEPTH: gl.constexpr,

@@ -174,7 +174,16 @@ def _tile_product(
 
 @gluon.jit
 def _store_activations(
-    acc, pairs_ptr, tile, clamps, out_ptr, first_line, num_pairs, inner_size: gl.constexpr, CLAMPED: gl.constexpr
+    acc,
+    pairs_ptr,
+    tile,
+    clamps,
+    out_ptr,
+    first_line,
+    num_pairs,
+    inner_size: gl.constexpr,
+    CLAMPED: gl.constexpr,
+    GELU: gl.constexpr,
 ):
     """Write the activations of the gate's lines, the first half of `acc`, and of those of up."""
     part: gl.constexpr = acc.shape[0] // 2
@@ -182,7 +191,7 @@ def _store_activations(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, gl.num_warps(), 1], [2, 0, 1])
     gate, up = gl.split(gl.convert_layout(acc.reshape((2, part, num_rows)).permute((1, 2, 0)), layout))
-    out = gated(gate, up, clamps if CLAMPED else None, dtype)
+    out = gated(gate, up, clamps if CLAMPED else None, dtype, GELU)
     column = gl.expand_dims(first_line + gl.arange(0, part, gl.SliceLayout(1, out.type.layout)), 1)
     pair = _load_pairs(pairs_ptr, tile, gl.arange(0, num_rows, gl.SliceLayout(0, out.type.layout)), num_pairs, num_rows)
     mask = gl.expand_dims(pair < num_pairs, 0) & (column < inner_size)
@@ -228,7 +237,8 @@ def _hopper_int4_experts_kernel(
     num_lines: gl.constexpr,  # of an expert's weight
     num_groups: gl.constexpr,  # of a line
     depth: gl.constexpr,  # of x; inputs of the weight behind it are 0
-    GATED: gl.constexpr,  # rows are those of tokens, and lines those of gate and up; else rows are those of pairs
+    # True or "gelu": rows are those of tokens, and lines those of gate and up. False: rows are those of pairs.
+    GATED: gl.constexpr,
     CLAMPED: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,  # that a group has; 1: one or a share of one
     E2M1: gl.constexpr,
@@ -266,7 +276,9 @@ def _hopper_int4_experts_kernel(
         acc += gl.expand_dims(bias.to(gl.float32), 1)
     if GATED:
         clamps = (limit, alpha)
-        _store_activations(acc, pairs_ptr, tile, clamps, out_ptr, first_line, num_pairs, num_lines // 2, CLAMPED)
+        is_gelu: gl.constexpr = GATED == "gelu"
+        inner_size: gl.constexpr = num_lines // 2
+        _store_activations(acc, pairs_ptr, tile, clamps, out_ptr, first_line, num_pairs, inner_size, CLAMPED, is_gelu)
     else:
         _store_products(acc, products, num_choices, num_lines)
 

@@ -55,17 +55,19 @@ def expert_mlp(
     expert_ids: Tensor,
     weights: Tensor,
     clamps: tuple[float, float] | None = None,
+    is_geglu: bool = False,
 ) -> Tensor:
     """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
 
     hidden: (num_tokens, hidden_size), rows contiguous. gate_up: (num_experts, 2 * inner_size, hidden_size), gate before
     up. down: (num_experts, hidden_size, inner_size). clamps: limit and alpha of `clamped_swiglu`; None: plain SwiGLU.
+    is_geglu: whether it is GeGLU instead, by the tanh approximation of GELU.
     The kernels' host does not wait for the device, so a CUDA graph can capture this.
     """
     terms = hidden.new_zeros(expert_ids.shape[1], *hidden.shape)
     for expert, token, choice in _pairs_of_experts(expert_ids, len(gate_up.values)):
         gate, up = F.linear(hidden[token], *gate_up.of_expert(expert, hidden.shape[1], hidden.dtype)).chunk(2, dim=1)
-        gated = F.silu(gate) * up if clamps is None else clamped_swiglu(gate, up, *clamps)
+        gated = _glu(gate, up, is_geglu) if clamps is None else clamped_swiglu(gate, up, *clamps)
         result = F.linear(gated, *down.of_expert(expert, gated.shape[1], gated.dtype))
         terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(terms.dtype)
     return terms
@@ -75,6 +77,10 @@ def _pairs_of_experts(expert_ids: Tensor, num_experts: int) -> Iterator[tuple[in
     """Yield each expert that a token is routed to, with the tokens that are, and which of their choices it is."""
     for expert in expert_ids[expert_ids < num_experts].unique().tolist():
         yield expert, *(expert_ids == expert).nonzero(as_tuple=True)
+
+
+def _glu(gate: Tensor, up: Tensor, is_geglu: bool) -> Tensor:
+    return (F.gelu(gate, approximate="tanh") if is_geglu else F.silu(gate)) * up
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -93,19 +99,20 @@ def fp8_expert_mlp(
     expert_ids: Tensor,
     weights: Tensor,
     dtype: torch.dtype,
+    is_geglu: bool = False,
 ) -> Tensor:
     """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
 
-    x, x_scales: of QuantizedRows of hidden_size. gate_up, down: as in `expert_mlp`, in e4m3. down_format: how SwiGLU's
-    results are rounded, in groups or by one static scale. dtype: of the result, to which gate, up and SwiGLU are
-    rounded, too.
+    x, x_scales: of QuantizedRows of hidden_size. gate_up, down, is_geglu: as in `expert_mlp`, the weights in e4m3.
+    down_format: how SwiGLU's results are rounded, in groups or by one static scale. dtype: of the result, to which
+    gate, up and SwiGLU are rounded, too.
     """
     wide = dequantize_rows(QuantizedRows(x, x_scales))
     terms = wide.new_zeros(expert_ids.shape[1], *wide.shape, dtype=dtype)
     for expert, token, choice in _pairs_of_experts(expert_ids, len(gate_up.values)):
         first, _ = gate_up.of_expert(expert, wide.shape[1], torch.float32)
         gate, up = (wide[token] @ first.t()).to(dtype).chunk(2, dim=1)
-        gated = dequantize_rows(quantize_rows(F.silu(gate) * up, down_format))
+        gated = dequantize_rows(quantize_rows(_glu(gate, up, is_geglu), down_format))
         second, _ = down.of_expert(expert, gated.shape[1], torch.float32)
         result = gated @ second.t()
         terms[choice, token] = (result * weights[token, choice].unsqueeze(1)).to(dtype)

@@ -131,7 +131,8 @@ def _grouped_product_kernel(
     depth: tl.constexpr,
     num_groups: tl.constexpr,
     E2M1: tl.constexpr,
-    GATED: tl.constexpr,  # x has the rows of tokens, and the weight those of gate and up; else x has those of pairs
+    # True or "gelu": x has the rows of tokens, and the weight those of gate and up. False: x has those of pairs.
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -191,7 +192,7 @@ def _grouped_product_kernel(
         acc += tl.load(bias_ptrs, mask=column < num_rows, other=0.0).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
-        out = gated(gate, up, dtype) if bias_ptr is None else _clamped(gate, up, limit, alpha, dtype)
+        out = gated(gate, up, dtype, GATED == "gelu") if bias_ptr is None else _clamped(gate, up, limit, alpha, dtype)
         column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * (num_rows // 2) + column[None, :]
         tl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None] & (column < num_rows // 2)[None, :])
@@ -213,7 +214,7 @@ class Tiling(NamedTuple):
     warps: int
 
 
-def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None):
+def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None, is_geglu=False):
     tensors = {"gate_up": gate_up.values, "down": down.values, "expert_ids": expert_ids, "weights": weights}
     for name, tensor in tensors.items():
         assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
@@ -239,7 +240,8 @@ def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None):
 
         product = hopper.grouped_product
     # Both weights are widened one after the other, in the same memory.
-    product(hidden, _held(gate_up, in_4_bits, hidden.dtype), plan, weights, gated, is_gated=True, clamps=clamps)
+    glu = "gelu" if is_geglu else True
+    product(hidden, _held(gate_up, in_4_bits, hidden.dtype), plan, weights, gated, is_gated=glu, clamps=clamps)
     product(gated, _held(down, in_4_bits, hidden.dtype), plan, weights, out, is_gated=False)
     return out
 
@@ -281,13 +283,14 @@ def grouped_product(
     plan: TilePlan,
     pair_weights: Tensor,
     out: Tensor,
-    is_gated: bool,
+    is_gated: bool | str,
     clamps: tuple[float, float] | None = None,
 ) -> None:
     """Multiply the rows of each expert's pairs, as `plan` lists them, with its rows of the weight.
 
-    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_rows / 2); else x
-    is (num_pairs, depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_rows).
+    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_rows / 2), by
+    GeGLU if it is "gelu"; else x is (num_pairs, depth), and out becomes the products times `pair_weights`,
+    (num_choices, num_tokens, num_rows).
     The weight's rows may be longer than those of x. Scales of MXFP4 are those of blocks, int32. clamps: of SwiGLU.
     """
     (num_experts, num_rows), depth, num_slots = weight.values.shape[:2], x.shape[1], len(plan.tile_experts)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.errors import ConfigError
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE
@@ -180,7 +181,11 @@ class Tiling(NamedTuple):
     down_warps: int
 
 
-def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights, dtype):
+def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights, dtype, is_geglu=False):
+    if is_geglu:
+        raise ConfigError(
+            "experts with GeGLU (Gemma 4) have no kernels in FP8; use quantization='int4', or a checkpoint in 16 bits"
+        )
     num_tokens, num_choices = expert_ids.shape
     num_experts, hidden_size, inner_size = down.values.shape
     tensors = {"gate_up": gate_up.values, "down": down.values, "expert_ids": expert_ids, "weights": weights}

@@ -81,6 +81,38 @@ def norm_rope_store(
 
 
 @op
+def qkv_norm_rope_store(
+    qkv: Tensor,
+    num_heads: int,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Do as `norm_rope_store`, and normalise values too, by no weight (Gemma 4). Return all three.
+
+    qkv: (num_tokens, size), or partial sums, which hold for each token `num_heads` queries, keys and values. Without
+    values, these are the keys as they come. With queries alone, nothing is stored, and keys and values are None.
+    q_weight, k_weight: (head_dim,) float32.
+    """
+    _, num_kv_heads, _, head_dim = cache.k.shape
+    if qkv.dim() == 3:
+        qkv = qkv.sum(0, dtype=torch.float32).to(qkv.dtype)
+    heads = qkv.unflatten(1, (-1, head_dim))
+    q = rotate(rms_norm(heads[:, :num_heads], q_weight, eps), positions, cos_sin_cache)
+    if k_weight is None:
+        return q, None, None
+    k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, -num_kv_heads:]
+    k = rotate(rms_norm(k, k_weight, eps), positions, cos_sin_cache)
+    v = rms_norm(v, torch.ones_like(k_weight), eps)
+    store_keys_values(k, v, cache, slot_mapping)
+    return q, k, v
+
+
+@op
 def store_keys_values(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write each token's key and value (num_tokens, num_kv_heads, head_dim) to its slot; slot -1 writes nothing.
 

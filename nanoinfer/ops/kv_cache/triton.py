@@ -315,3 +315,152 @@ def widen_blocks(values, scales, block_ids, out):
     _widen_blocks_kernel[(len(block_ids), triton.cdiv(num_vectors, vectors))](
         values, scales, block_ids, out, num_vectors, head_dim=head_dim, VECTORS=vectors, HEAD_DIM=padded
     )
+
+
+@triton.jit
+def _qkv_norm_rope_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,  # None, like the caches, where there are queries alone
+    positions_ptr,
+    cos_sin_ptr,  # (max_positions, 2 * half_dim) float32: cosines, then sines
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,  # None, like v_scales_ptr, unless the cache is in 8 bits
+    v_scales_ptr,
+    v_ptr,  # where values go that are keys in qkv, (num_tokens, num_kv_heads, 2 * half_dim); None: back to qkv
+    slot_mapping_ptr,
+    split_stride,
+    token_stride,
+    eps,
+    num_splits: tl.constexpr,  # of split-K: partial sums of qkv to add up, in the place of the first
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    half_dim: tl.constexpr,
+    HALF_DIM: tl.constexpr,  # half_dim, rounded up to a power of two
+    largest: tl.constexpr,  # the largest value of a format of 8 bits
+    OVERLAP: tl.constexpr,
+):
+    """Normalise a head of a token; rotate it unless it is a value; store it unless it is a query."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)  # queries, then keys, then values
+    dim = tl.arange(0, HALF_DIM)
+    mask = dim < half_dim
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + dim
+    x1 = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(first_ptr + half_dim, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, num_splits):
+        x1 += tl.load(first_ptr + split * split_stride, mask=mask, other=0.0).to(tl.float32)
+        x2 += tl.load(first_ptr + split * split_stride + half_dim, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=0) / (2 * half_dim) + eps)
+    x1, x2 = x1 * scale, x2 * scale
+    is_value = head >= num_heads + num_kv_heads
+    if k_weight_ptr is not None:
+        slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
+        block, offset = slot // block_size, slot % block_size
+        if v_ptr is not None and head >= num_heads:
+            line = (block * num_kv_heads + head - num_heads) * block_size + offset
+            values_ptr = v_ptr + (token * num_kv_heads + head - num_heads) * (2 * half_dim) + dim
+            tl.store(values_ptr, x1.to(dtype), mask=mask)
+            tl.store(values_ptr + half_dim, x2.to(dtype), mask=mask)
+            _store_head(v_cache_ptr, v_scales_ptr, line, x1, x2, slot, dim, mask, half_dim, largest, dtype)
+    if not is_value:
+        weight_ptr = q_weight_ptr
+        if k_weight_ptr is not None:
+            weight_ptr = k_weight_ptr if head >= num_heads else q_weight_ptr
+        weight1 = tl.load(weight_ptr + dim, mask=mask, other=0.0).to(tl.float32)
+        weight2 = tl.load(weight_ptr + half_dim + dim, mask=mask, other=0.0).to(tl.float32)
+        cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * half_dim) + dim
+        cos = tl.load(cos_ptr, mask=mask, other=1.0)
+        sin = tl.load(cos_ptr + half_dim, mask=mask, other=0.0)
+        x1, x2 = (x1 * weight1).to(dtype).to(tl.float32), (x2 * weight2).to(dtype).to(tl.float32)
+        x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    tl.store(first_ptr, x1.to(dtype), mask=mask)
+    tl.store(first_ptr + half_dim, x2.to(dtype), mask=mask)
+    if k_weight_ptr is not None:
+        if is_value:
+            line = (block * num_kv_heads + head - num_heads - num_kv_heads) * block_size + offset
+            _store_head(v_cache_ptr, v_scales_ptr, line, x1, x2, slot, dim, mask, half_dim, largest, dtype)
+        elif head >= num_heads:
+            line = (block * num_kv_heads + head - num_heads) * block_size + offset
+            _store_head(k_cache_ptr, k_scales_ptr, line, x1, x2, slot, dim, mask, half_dim, largest, dtype)
+
+
+@triton.jit
+def _store_head(
+    cache_ptr,
+    scales_ptr,
+    line,
+    x1,
+    x2,
+    slot,
+    dim,
+    mask,
+    half_dim: tl.constexpr,
+    largest: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Write the two halves of a vector to its line of the cache, unless the token has no slot."""
+    x1, x2 = x1.to(dtype), x2.to(dtype)
+    if slot >= 0:
+        target = cache_ptr + line * (2 * half_dim) + dim
+        if scales_ptr is not None:
+            largest_here = tl.max(tl.maximum(_magnitude(x1), _magnitude(x2)), axis=0)
+            scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
+            tl.store(scales_ptr + line, scale)
+            tl.store(target, _rounded(x1, scale, largest, cache_ptr.dtype.element_ty), mask=mask)
+            tl.store(target + half_dim, _rounded(x2, scale, largest, cache_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(target, x1, mask=mask)
+            tl.store(target + half_dim, x2, mask=mask)
+
+
+def qkv_norm_rope_store(qkv, num_heads, q_weight, k_weight, eps, positions, cos_sin_cache, cache, slot_mapping):
+    _, num_kv_heads, block_size, head_dim = cache.k.shape
+    num_splits, split_stride = (len(qkv), qkv.stride(0)) if qkv.dim() == 3 else (1, 0)
+    qkv = qkv[0] if qkv.dim() == 3 else qkv
+    heads = qkv.unflatten(1, (-1, head_dim))
+    num_tokens, num_all_heads, _ = heads.shape
+    assert qkv.stride(1) == 1, f"the rows of qkv must be contiguous, strides {qkv.stride()}"
+    assert cache.k.is_contiguous(), "the keys of the cache must be contiguous"
+    assert cache.v.is_contiguous(), "the values of the cache must be contiguous"
+    assert cos_sin_cache.shape[1] == head_dim, f"whole heads are rotated, not {cos_sin_cache.shape[1]} dimensions"
+    q, k, v = heads[:, :num_heads], None, None
+    values = None  # of their own, where the keys are values too
+    if k_weight is not None:
+        k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if num_all_heads == num_heads + num_kv_heads:
+            v = values = torch.empty_like(k, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return q, k, v
+    stored = (None,) * 4 if k_weight is None else (cache.k, cache.v, cache.k_scales, cache.v_scales)
+    padded_half_dim = next_power_of_2(head_dim // 2)
+    _qkv_norm_rope_store_kernel[(num_tokens, num_all_heads)](
+        qkv,
+        q_weight,
+        k_weight,
+        positions,
+        cos_sin_cache,
+        *stored,
+        values,
+        slot_mapping,
+        split_stride,
+        qkv.stride(0),
+        eps,
+        num_splits=num_splits,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        half_dim=head_dim // 2,
+        HALF_DIM=padded_half_dim,
+        largest=LARGEST.get(cache.k.dtype),
+        num_warps=1 if padded_half_dim <= 128 else 2,
+        **overlap_options(qkv.device),
+    )
+    return q, k, v

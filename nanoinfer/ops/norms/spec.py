@@ -60,6 +60,21 @@ def add_rms_norm(
 
 
 @op
+def add_scaled_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None, total_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of (x + residual) * total_scale, and this product, which is rounded after each of the two steps.
+
+    x: (num_splits, num_rows, size). residual: (num_rows, size). total_scale: (1,). The rest: see `add_rms_norm`.
+    """
+    x = x[0] if len(x) == 1 else x.sum(0)
+    if sum_weight is not None:
+        x = rms_norm(x.to(residual.dtype), sum_weight, eps)
+    total = (x + residual).to(residual.dtype) * total_scale.to(residual.dtype)
+    return rms_norm(total, weight, eps), total
+
+
+@op
 def add_rms_norm_to_fp8(
     x: Tensor,
     residual: Tensor,

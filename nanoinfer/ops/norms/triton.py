@@ -206,3 +206,74 @@ def add_layer_norm(x, residual, weight, bias, eps, total=None):
         constants = {"size": size, "SIZE": padded_size, "num_warps": num_warps(padded_size)}
         _add_layer_norm_kernel[(num_rows,)](x, residual, weight, bias, out, total, eps, **constants)
     return out
+
+
+@triton.jit
+def _scaled_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_weight_ptr,  # None, unless x is normalised by itself before the addition
+    total_scale_ptr,
+    out_ptr,
+    total_ptr,
+    x_split_stride,
+    x_row_stride,
+    residual_row_stride,
+    eps,
+    num_splits: tl.constexpr,  # of split-K: partial sums of x to add up
+    size: tl.constexpr,
+    SIZE: tl.constexpr,  # size, rounded up to a power of two
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    mask = column < size
+    weight = tl.load(weight_ptr + column, mask=mask)  # before the wait, like the others: no kernel writes them
+    total_scale = tl.load(total_scale_ptr).to(residual_ptr.dtype.element_ty).to(tl.float32)
+    if sum_weight_ptr is not None:
+        sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x_ptrs = x_ptr + row * x_row_stride + column
+    wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, num_splits):
+        wide += tl.load(x_ptrs + split * x_split_stride, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
+    if sum_weight_ptr is not None:
+        wide = normalised(wide.to(residual.dtype).to(tl.float32), sum_weight, size, eps)
+        wide = wide.to(residual.dtype).to(tl.float32)
+    total = (wide + residual.to(tl.float32)).to(residual.dtype)
+    total = (total.to(tl.float32) * total_scale).to(residual.dtype)
+    tl.store(total_ptr + row * size + column, total, mask=mask)
+    out = normalised(total.to(tl.float32), weight, size, eps)
+    tl.store(out_ptr + row * size + column, out.to(residual.dtype), mask=mask)
+
+
+def add_scaled_rms_norm(x, residual, weight, eps, sum_weight, total_scale):
+    for name, tensor in (("x", x), ("residual", residual)):
+        assert tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
+    num_splits, num_rows, size = x.shape
+    out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    if num_rows:
+        padded_size = next_power_of_2(size)
+        _scaled_norm_kernel[(num_rows,)](
+            x,
+            residual,
+            weight,
+            sum_weight,
+            total_scale,
+            out,
+            total,
+            x.stride(0),
+            x.stride(1),
+            residual.stride(0),
+            eps,
+            num_splits=num_splits,
+            size=size,
+            SIZE=padded_size,
+            num_warps=num_warps(padded_size),
+            **overlap_options(x.device),
+        )
+    return out, total
