@@ -83,6 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | STEP_DATA
     | {"sampling", "models", "layers", "caches", "ops", "distributed", "step_threads"}
     | {"lora.adapter_config", "lora.adapter_slots", "lora.adapter_weights"},
+    "images": EVERYBODY | {"text", "engine"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine", "progress"},
@@ -93,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"constraints", "control", "engine", "executor", "lora", "runner", "models", "speculation", "text"}
     | {"pooling_calls.pooling_steps"},
     "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
+    "images": EVERYBODY | {"text", "engine"},
     "llm": EVERYBODY
     | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
     | {"before_torch", "lora.lora_methods", "pooling_calls"},
