@@ -92,9 +92,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY
     | {"constraints", "control", "engine", "executor", "lora", "runner", "models", "speculation", "text"}
-    | {"pooling_calls.pooling_steps"},
-    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
-    "images": EVERYBODY | {"text", "engine"},
+    | {"images", "pooling_calls.pooling_steps"},
+    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "images", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
     | {"before_torch", "lora.lora_methods", "pooling_calls"},
