@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from itertools import takewhile
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_origin
 
 from nanoinfer.config import EngineConfig, only_values
 from nanoinfer.errors import explain_unknown
@@ -76,7 +76,12 @@ def add_engine_options(group: Any, needs_model: bool = True, names: Collection[s
 
     names: of the fields; None: all.
     """
-    metavars: dict[Any, str] = {int: "N", float: "NUMBER", Mapping[str, Any]: "JSON"}
+    readers: dict[Any, tuple[Any, str | None]] = {
+        int: (int, "N"),
+        float: (float, "NUMBER"),
+        Mapping: (json_object, "JSON"),
+        tuple: (str, None),  # EngineConfig splits it
+    }
     for field in fields(EngineConfig):
         if names is not None and field.name not in names:
             continue
@@ -88,8 +93,8 @@ def add_engine_options(group: Any, needs_model: bool = True, names: Collection[s
             options["action"] = argparse.BooleanOptionalAction
             default = "on" if default else "off"
         else:
-            reader = json_object if kind == Mapping[str, Any] else kind
-            options |= {"type": reader, "choices": choices or None, "metavar": metavars.get(kind)}
+            reader, metavar = readers.get(get_origin(kind) or kind, (kind, None))
+            options |= {"type": reader, "choices": choices or None, "metavar": metavar}
         if default not in (MISSING, None):
             explained += f" Default: {default}."
         group.add_argument(option_string(field.name), help=explained.replace("%", "%%"), **options)

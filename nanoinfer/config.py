@@ -6,7 +6,7 @@ explained where it is declared; docstrings and the command line's --help are mad
 
 import json
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
@@ -251,6 +251,34 @@ class EngineConfig:
         "num_speculative_tokens, the most for a row. "
         "Tokens are as without it; proposals are made where steps have been found to pay for them.",
     )
+    limit_mm_per_prompt: Mapping[str, int] | None = neutral_option(
+        None,
+        'The most images in a prompt, as {"image": 4}, in JSON on the command line. If not given, prompts are texts '
+        "alone, and the part of the model that sees is not loaded.",
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "A dict, in JSON on the command line, of options of the model's image processor that replace those of its "
+        'files, such as {"size": {"longest_edge": 1003520, "shortest_edge": 65536}}.',
+    )
+    mm_processor_cache_gb: float = neutral_option(
+        4.0,
+        "The most GiB of host memory for processed images: those that wait for the model, and, as long as there is "
+        "room, earlier ones in case they come again. One prompt's images may be more.",
+        Range(Real, lambda value: 0 <= value < 10**6, "must be GiB, at least 0 and below 10**6; 4 is usual"),
+    )
+    renderer_num_workers: int | None = neutral_option(
+        None,
+        "The number of threads that load and process images ahead of need; if not given, one for each core of the CPU "
+        "but one, and at most 16.",
+    )
+    allowed_media_domains: Converted[Sequence[str] | str | None, tuple[str, ...] | None] = neutral_option(
+        None,
+        "The hosts that images may be downloaded from, separated by commas on the command line; if not given, none.",
+    )
+    allowed_local_media_path: Converted[str | Path | None, str | None] = neutral_option(
+        None, "The folder that image files of prompts must lie in; if not given, any file may be read."
+    )
     trace: Converted[str | Path | None, str | None] = neutral_option(
         None, "An HTML file that shows the whole run, step by step and request by request; written by `close`."
     )
@@ -301,6 +329,9 @@ class EngineConfig:
 
             object.__setattr__(self, "speculative_config", as_speculative_config(self.speculative_config))
             self._check_speculation()
+        object.__setattr__(self, "limit_mm_per_prompt", _checked_limits(self.limit_mm_per_prompt))
+        object.__setattr__(self, "mm_processor_kwargs", as_processor_kwargs(self.mm_processor_kwargs, ConfigError))
+        object.__setattr__(self, "allowed_media_domains", _checked_domains(self.allowed_media_domains))
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="
@@ -324,6 +355,11 @@ class EngineConfig:
                 "share a model must schedule the same steps, and speculative_config decides by the times of steps; "
                 "leave it out, or use tensor_parallel_size=1"
             )
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether prompts may have images: `limit_mm_per_prompt` says how many."""
+        return bool(self.limit_mm_per_prompt)
 
     @property
     def max_row_tokens(self) -> int:
@@ -390,6 +426,42 @@ def _checked_reasoning(config: Any) -> dict[str, str] | None:
         if not isinstance(value, str) or not value:
             raise ConfigError(f"reasoning_config has {name}={value!r:.200}, no text; use {REASONING_EXAMPLE}, say")
     return given or None
+
+
+def _checked_limits(limits: Any) -> dict[str, int] | None:
+    """Return limit_mm_per_prompt if it allows images, else None. Raises ConfigError for what is not a limit."""
+    if limits is None:
+        return None
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f"limit_mm_per_prompt={limits!r:.200} is no dict; use {{'image': 4}}, say")
+    for name, limit in limits.items():
+        if not isinstance(limit, Integral) or isinstance(limit, bool) or limit < 0:
+            raise ConfigError(f"limit_mm_per_prompt has {name}={limit!r:.200}; use a whole number of at least 0")
+        if name != "image" and limit:
+            raise ConfigError(f"limit_mm_per_prompt has {name}={limit}, and only images are read; leave {name} out")
+    num_images = int(limits.get("image", 0))
+    return {"image": num_images} if num_images else None
+
+
+def as_processor_kwargs(given: Any, error_class: type[ValueError]) -> dict[str, Any] | None:
+    """Return mm_processor_kwargs as a dict, None if there are none. Raises an error of this class for what is none."""
+    if not (given is None or (isinstance(given, Mapping) and all(isinstance(name, str) for name in given))):
+        raise error_class(f"mm_processor_kwargs={given!r:.200} is no dict of names; use {{'max_pixels': 1003520}}, say")
+    return dict(given) if given else None
+
+
+def _checked_domains(domains: Any) -> tuple[str, ...] | None:
+    """Return allowed_media_domains as a tuple, None if there are none. Raises ConfigError for what is no host."""
+    given = domains.split(",") if isinstance(domains, str) else domains
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or not all(isinstance(host, str) for host in given):
+        raise ConfigError(f"allowed_media_domains={domains!r:.200} is no list of hosts; use ['example.org'], say")
+    hosts = tuple(host.strip().lower() for host in given if host.strip())
+    for host in hosts:
+        if any(character in host for character in "/:@ "):
+            raise ConfigError(f"allowed_media_domains has {host!r}, no host alone; use 'example.org', say")
+    return hosts or None
 
 
 def _as_json(overrides: Any) -> dict[str, Any]:

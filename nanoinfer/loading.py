@@ -30,6 +30,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
+from nanoinfer.images.image_engine import ImageEngine, TextProposals
 from nanoinfer.lora.adapter_scheduler import AdapterScheduler
 from nanoinfer.lora.registry import AdapterRegistry
 from nanoinfer.models.implementations import read_model_config
@@ -204,10 +205,13 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
         constraints = files.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
         new_listener = partial(StepEventListener, device=runner.info.device)
         new_scheduler = partial(AdapterScheduler, num_slots=config.max_loras) if config.enable_lora else Scheduler
-        engine = LLMEngine(
+        new_engine = partial(ImageEngine, vocab_size=model_config.vocab_size) if config.sees_images else LLMEngine
+        engine = new_engine(
             config, runner, tokenizer, prompt_processor.stop_token_ids, constraints, new_listener, new_scheduler
         )
         engine.proposer = make_speculator(config, runner.limits, engine.stats)
+        if engine.proposer is not None and config.sees_images:
+            engine.proposer = TextProposals(engine.proposer, model_config.vocab_size)
         if isinstance(runner, ParallelRunner):
             weakref.finalize(engine, runner.close)  # when the engine is forgotten, and when the script ends
         on_failure.pop_all()

@@ -31,10 +31,10 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     """: (1,),
     "config_format guided_decoding_backend tokenizer_mode": ("auto",),
     """
-        additional_config allowed_local_media_path code_revision cuda_graph_sizes cudagraph_capture_sizes
+        additional_config code_revision cuda_graph_sizes cudagraph_capture_sizes
         default_mm_loras hf_config_path kv_events_config kv_transfer_config
-        limit_mm_per_prompt lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
-        max_parallel_loading_workers mm_processor_kwargs model_loader_extra_config
+        lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
+        max_parallel_loading_workers model_loader_extra_config
         override_generation_config pooler_config quantization_param_path
         scheduler_cls tokenizer_revision worker_cls worker_extension_cls
     """: (),

@@ -84,6 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | STEP_DATA
     | {"sampling", "models", "layers", "caches", "ops", "distributed", "step_threads"}
     | {"lora.adapter_config", "lora.adapter_slots", "lora.adapter_weights"},
+    "images": EVERYBODY | {"text", "engine"},
     "executor": EVERYBODY | STEP_DATA | {"engine.interrupts", "runner", "distributed"},
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine", "progress"},
@@ -92,8 +93,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY
     | {"constraints", "control", "engine", "executor", "lora", "runner", "models", "speculation", "text"}
-    | {"pooling_calls.pooling_steps"},
-    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "runner", "text", "loading"},
+    | {"images", "pooling_calls.pooling_steps"},
+    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "images", "runner", "text", "loading"},
     "llm": EVERYBODY
     | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
     | {"before_torch", "lora.lora_methods", "pooling_calls"},

@@ -13,7 +13,7 @@ handed out first, then the least recently used.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -110,6 +110,12 @@ class BlockPool:
         return sum([self.blocks[block_id].ref_count == 0 for block_id in block_ids])
 
     # Entries.
+
+    def texts(self) -> Iterator[bytes]:
+        """Yield the tokens of each entry."""
+        for entry in self._entries.values():
+            yield entry.tokens
+            yield entry.copyable
 
     def find_chain(self, seq: Sequence) -> list[CacheEntry]:
         """Return the entries of the first blocks of `seq`, as far as it may take them from the cache."""

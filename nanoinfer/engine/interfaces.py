@@ -79,6 +79,7 @@ class RunnerLimits:
     max_prefix_sharers: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
     whole_prompts: bool  # no chunked prefill: a prompt is computed in one step, as an encoder has to
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
+    whole_images: bool = False  # whether an image is computed in one step, because its tokens see all of it
     max_row_tokens: int = 1  # the most tokens of a decode row: the newest one, and proposals
 
     def max_chunk_tokens(self, max_num_batched_tokens: int) -> int:
@@ -125,6 +126,12 @@ class Runner(Protocol):
 
     def read_routed_experts(self, block_ids: list[int], start: int, end: int) -> Any:
         """Start to copy the experts of positions [start, end) of the sequence with these blocks; `to_array` waits."""
+
+    def hold_image(self, image_id: int, token_ids: abc.Sequence[int], tensors: abc.Mapping[str, Any]) -> None:
+        """Keep an image that packets will name by this id: what stands in its place, and a model's inputs for it."""
+
+    def drop_images(self, image_ids: abc.Sequence[int]) -> None:
+        """Forget images that packets will not name any more."""
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""

@@ -50,6 +50,8 @@ class LLMEngine(Engine):
     new_scheduler: the class of the scheduler, or what makes one by the same arguments.
     """
 
+    block_manager_class: Callable[..., BlockManager] = BlockManager
+
     def __init__(
         self,
         config: EngineConfig,
@@ -66,7 +68,7 @@ class LLMEngine(Engine):
         self.proposer: Proposer | None = None
         self.tokenizer = tokenizer
         limits = runner.limits
-        self.block_manager = BlockManager(
+        self.block_manager = self.block_manager_class(
             limits.num_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,

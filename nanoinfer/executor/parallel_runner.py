@@ -9,7 +9,7 @@ same tokens, so the workers send nothing back.
 import logging
 import os
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import NanoinferError, WorkerError, closed_by
+from nanoinfer.executor.image_messages import send_image
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring, RingWriter
 from nanoinfer.executor.worker import (
@@ -141,6 +142,18 @@ class ParallelRunner:
             self._writer.send(pack_command(Command.DROP_ADAPTER, number))
             self._runner.drop_adapter(number)
             barrier(self._runner)
+
+    def hold_image(self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Any]) -> None:
+        """Keep an image on all ranks: see `Runner`."""
+        with self._all_ranks():
+            send_image(self._writer, Command.HOLD_IMAGE, image_id, token_ids, tensors)
+            self._runner.hold_image(image_id, token_ids, tensors)
+
+    def drop_images(self, image_ids: Sequence[int]) -> None:
+        """Forget images on all ranks."""
+        with self._all_ranks():
+            self._writer.send(pack_command(Command.DROP_IMAGES, *image_ids))
+            self._runner.drop_images(image_ids)
 
     def sleep(self, level: int) -> None:
         """Give the devices' memory back; return when all ranks have."""

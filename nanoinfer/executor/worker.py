@@ -29,6 +29,7 @@ from nanoinfer.device import becomes_idle, computing, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel, connect
 from nanoinfer.engine.packet import read_header
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
+from nanoinfer.executor.image_messages import receive_image
 from nanoinfer.executor.processes import PASSED
 from nanoinfer.executor.shm_ring import Ring, RingReader, RingWriter
 from nanoinfer.runner.device_runner import DeviceRunner
@@ -102,6 +103,8 @@ class Command(IntEnum):
     WAKE_UP = -3  # indices of SLEEP_TAGS
     KEEP_ADAPTER = -4  # its number, bytes of its folder's path
     DROP_ADAPTER = -5  # its number
+    HOLD_IMAGE = -6  # see `image_messages.py`
+    DROP_IMAGES = -7  # ids
 
 
 def pack_command(command: Command, *numbers: int) -> Message:
@@ -117,6 +120,12 @@ def run_command(message: Message, runner: DeviceRunner, reader: RingReader) -> N
         with computing(runner.device, None):
             tensor = torch.empty(shape, dtype=dtype, device=runner.device)
             runner.weights.copy(name, _receive(reader, runner.tp, tensor))  # rank 0 has checked it
+        return
+    if command == Command.HOLD_IMAGE:
+        runner.hold_image(*receive_image(message, reader))
+        return
+    if command == Command.DROP_IMAGES:
+        runner.drop_images(numbers)
         return
     if command == Command.SLEEP:
         runner.sleep(numbers[0])

@@ -5,7 +5,9 @@ The rotation is fused with the q/k norms and the KV-cache write: see `norm_rope_
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,27 @@ from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.errors import ModelError
 
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+
+
+class RotaryTable(Protocol):
+    """Holds cosines and sines by position, (num_positions, rotary_dim) float32. is_interleaved: see `rotate`."""
+
+    @property
+    def cos_sin_cache(self) -> Tensor: ...
+    @property
+    def is_interleaved(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRotary:
+    """Holds the cosines and sines of a step's tokens, (num_tokens, rotary_dim) float32; see `RotaryTable`.
+
+    places: (num_tokens,) int64, where in the table each token has its own: 0, 1, 2, ...
+    """
+
+    cos_sin_cache: Tensor
+    is_interleaved: bool
+    places: Tensor
 
 
 class RotaryEmbedding(nn.Module):
@@ -38,6 +61,28 @@ class RotaryEmbedding(nn.Module):
         cache = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
         self.register_buffer("query_scales", query_scales(config, max_positions), persistent=False)
+
+    def of_three_positions(self, positions: Tensor, axes: Tensor) -> StepRotary:
+        """Return the rotations of tokens with positions of time, height and width (M-RoPE, Qwen2-VL).
+
+        positions: (3, num_tokens) int64. axes: (rotary_dim / 2,) int64, by which of the three each pair of dimensions
+        is rotated.
+        """
+        by_axis = self.cos_sin_cache[positions]  # (3, num_tokens, rotary_dim)
+        index = axes.repeat(2).expand(1, positions.shape[1], -1)  # cosines, then sines
+        places = torch.arange(positions.shape[1], device=positions.device)
+        return StepRotary(by_axis.gather(0, index)[0], self.is_interleaved, places)
+
+
+def position_axes(sections: Sequence[int], is_interleaved: bool) -> list[int]:
+    """Return for each pair of dimensions whether time (0), height (1) or width (2) rotates it.
+
+    sections: how many pairs each of them rotates. is_interleaved: whether they take turns, as in Qwen3-VL, until height
+    and width have theirs; else each has neighbouring pairs.
+    """
+    if not is_interleaved:
+        return [axis for axis, size in enumerate(sections) for _ in range(size)]
+    return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]
 
 
 def rotary_embeddings(config: ModelConfig, max_positions: int, is_interleaved: bool) -> list[RotaryEmbedding]:

@@ -19,6 +19,11 @@ from nanoinfer.ops.logits.spec import cap_logits
 # How names begin in checkpoints of models for text and images -> how they begin here.
 TEXT_MODELS = (*((prefix, "model.") for prefix in TEXT_PREFIXES), ("language_model.lm_head.", "lm_head."))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# How the names of tensors begin that belong to what sees; without images they are not needed.
+TOWERS = (
+    *("vision_tower.", "multi_modal_projector.", "visual."),
+    *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
+)
 BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
 
 
@@ -33,11 +38,7 @@ class DecoderForCausalLM(NativeModel):
 
     spec: ClassVar[DecoderSpec] = DecoderSpec()
     decoder: ClassVar[type[Decoder]] = Decoder
-    # How the names of tensors begin that are not needed, because they belong to vision models.
-    unused_prefixes: ClassVar[tuple[str, ...]] = (
-        *("vision_tower.", "multi_modal_projector.", "visual."),
-        *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
-    )
+    unused_prefixes: ClassVar[tuple[str, ...]] = TOWERS
     # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own: all experts in
     # one tensor.
     renamed_endings: ClassVar[Mapping[str, str]] = {
@@ -73,6 +74,12 @@ class DecoderForCausalLM(NativeModel):
         if self.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def add_towers(self, parts: Mapping[str, nn.Module]) -> None:
+        """Make what sees images a part of the model, whose weights are updated and sleep with the others."""
+        self.towers = nn.ModuleDict(parts)
+        unneeded = tuple(prefix for prefix in self.unused_prefixes if prefix not in TOWERS)
+        self.unused_prefixes = unneeded  # type: ignore[misc]
+
     def untie(self) -> None:
         """Give the head a weight of its own."""
         self.is_tied = False
@@ -87,6 +94,8 @@ class DecoderForCausalLM(NativeModel):
         """
         if "." not in name:
             return name, None
+        if name.startswith(TOWERS):
+            return f"towers.{name.removeprefix('model.')}", None
         for theirs, ours in TEXT_MODELS:
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
@@ -106,6 +115,8 @@ class DecoderForCausalLM(NativeModel):
     def checkpoint_name(self, place: tuple[str, str | None]) -> str:
         """Return the name of a tensor that fills a place: what `locate` finds the place of."""
         name, shard = place
+        if name.startswith("towers."):
+            return name.replace("towers.", "model.", 1)
         packed_names = {packed: name for name, packed in self.packed_modules_mapping.items()}
         given_names = {ours: name for name, ours in self.renamed_modules.items()}
         for theirs, ours in self.renamed_endings.items():

@@ -98,7 +98,9 @@ class DecoderAttention(nn.Module):
             norm_weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         cache, metadata = step.kv_cache.layer(self.place), step.metadata[self.place.table]
         sinks = None if self.sinks is None else self.sinks.weight
-        heads = self.attn(qkv, norm_weights, step.positions, cache, metadata, sinks).flatten(1)
+        attend = self.attn if step.images is None else partial(step.images.attend, self.attn)
+        positions = step.positions if step.rotary_positions is None else step.rotary_positions
+        heads = attend(qkv, norm_weights, positions, cache, metadata, sinks).flatten(1)
         return heads if gates is None else heads * gates.sigmoid()
 
 
@@ -258,7 +260,8 @@ class Decoder(LayerStack):
 
     def embed(self, step: ForwardStep) -> Tensor:
         embeddings = self.embed_tokens(step.token_ids)
-        return embeddings if self.embedding_multiplier == 1 else embeddings * self.embedding_multiplier
+        embeddings = embeddings if self.embedding_multiplier == 1 else embeddings * self.embedding_multiplier
+        return embeddings if step.images is None else step.images.merge(embeddings)
 
     def finish(self, stream: ResidualStream) -> Tensor:
         stream.normalise(self.norm)

@@ -30,7 +30,7 @@ def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
     num_tokens = len(step.token_ids)
     if step.adapters is not None:  # only the common way adds their products
         return decoder(step)
-    if step.attention.is_prefill and step.routed is None and suits_slices(decoder, num_tokens):
+    if step.attention.is_prefill and step.images is None and step.routed is None and suits_slices(decoder, num_tokens):
         return sliced_prefill(decoder, step)
     if _step_has_few_rows(decoder, num_tokens):
         return decoder(step, _few_rows_where_possible)

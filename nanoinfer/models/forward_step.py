@@ -7,6 +7,7 @@ from torch import Tensor
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.recurrent_states import RecurrentStates
 from nanoinfer.layers.attention.metadata import Metadata
+from nanoinfer.models.images import StepImages
 from nanoinfer.ops.lora.spec import LoRARows
 
 
@@ -28,6 +29,8 @@ class ForwardStep:
     token_types: Tensor | None = None  # (num_tokens,) int32: 1 in the second text of a pair; None where all are 0
     row_mask: Tensor | None = None  # (num_tokens,) bool, False where a row is padding; None where no layer asks
     adapters: LoRARows | None = None  # which adapter each token has; None where no row has any
+    images: StepImages | None = None  # what tokens of images read; None where the step has none
+    rotary_positions: Tensor | None = None  # (num_tokens,) int64, by which tokens after images rotate; None: positions
     routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
     @property

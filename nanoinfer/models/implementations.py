@@ -17,6 +17,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError, ModelError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.models import SUPPORTED, get_model_class
+from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.interface import Model
 from nanoinfer.models.native_config import read_native_folder
 from nanoinfer.quantization.cpu_products import prepack_products
@@ -85,7 +86,9 @@ def load(
     if not isinstance(config, ModelConfig):
         from nanoinfer.models.transformers.transformers_model import TransformersModel
 
-        return TransformersModel.load(config, folder, max_positions, backends, random_seed, options.compile)
+        return TransformersModel.load(
+            config, folder, max_positions, backends, random_seed, options.compile, options.sees_images
+        )
     log_widening(config.quantization, backends.device, backends.dtype)
     with torch.device(backends.device), default_dtype(backends.dtype):
         model = get_model_class(config.architecture)(config, max_positions, backends, tp)
@@ -94,4 +97,26 @@ def load(
     else:
         fill_with_random_weights(model, config.initializer_range, random_seed)
     prepack_products(model, model.lm_head)
+    if options.sees_images:
+        see_images(model, config, options, folder, backends, random_seed)
     return model.eval()
+
+
+def see_images(
+    model: DecoderForCausalLM,
+    config: ModelConfig,
+    options: EngineConfig,
+    folder: Path,
+    backends: AttentionBackends,
+    random_seed: int | None,
+) -> None:
+    """Give a model of our own the part that sees, which is transformers'. Raises ConfigError where it has none."""
+    fields = override(read_config_json(folder), options.hf_overrides or {})
+    if "vision_config" not in fields:
+        raise ConfigError(
+            f"limit_mm_per_prompt={dict(options.limit_mm_per_prompt or {})} asks for images, and {config.architecture} "
+            "sees none; leave it out"
+        )
+    from nanoinfer.models.transformers.image_tower import load_tower  # slow to import
+
+    model.image_encoder = load_tower(model, fields, folder, backends, random_seed)

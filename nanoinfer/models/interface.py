@@ -14,6 +14,7 @@ from nanoinfer.checkpoint.weights import CheckpointNames
 from nanoinfer.distributed.tensor_parallel import VocabShard
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.images import ImageEncoder
 
 
 class Model(CheckpointNames, Protocol):
@@ -22,6 +23,7 @@ class Model(CheckpointNames, Protocol):
     generates: whether steps have logits to sample from. captures_decode: whether a CUDA graph of its decode steps
     computes what the steps themselves do. has_token_types: whether it reads `ForwardStep.token_types`. vocab: the ids
     whose logits this rank computes. logits_dtype: that of its logits. score: the head of a classifier, if it is one.
+    image_encoder: None unless the engine is to see images.
     """
 
     @property
@@ -36,6 +38,9 @@ class Model(CheckpointNames, Protocol):
     def logits_dtype(self) -> torch.dtype: ...
     @property
     def score(self) -> Callable[[Tensor], Tensor] | None: ...
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None: ...
 
     def __call__(self, step: ForwardStep) -> Tensor:
         """Return hidden states (num_tokens, hidden_size) of the step's tokens."""

@@ -102,8 +102,10 @@ class LayerStack(nn.Module, ABC):
         stream = self.start(step)
         if self.has_experts:
             step = replace(step, row_mask=step.attention.slot_mapping >= 0)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             run_layer(layer, stream, step)
+            if step.images is not None and index < step.images.num_levels:
+                stream.residual = step.images.add_level(index, stream.residual)
         return self.finish(stream)
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:

@@ -15,6 +15,7 @@ from nanoinfer.models.config_fields import Reader
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.images import ImageEncoder
 
 
 class NativeModel(nn.Module):
@@ -36,6 +37,7 @@ class NativeModel(nn.Module):
     lm_head: ParallelLMHead
     generates: bool
     captures_decode = True
+    image_encoder: ImageEncoder | None = None
 
     @property
     def has_token_types(self) -> bool:

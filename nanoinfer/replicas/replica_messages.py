@@ -55,6 +55,7 @@ class Requests(NamedTuple):
     which_params: NDArray[np.int32]  # (num_requests,) index in `params`
     # Of requests that want hidden states or are pooled, by their line.
     hidden_states_requests: dict[int, HiddenStatesRequest]
+    images: dict[int, tuple[Any, ...]]  # ProcessedImages of the requests that have any, by their line
     are_aborted: bool  # before they have computed anything
 
 
@@ -175,6 +176,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) ->
             for line, request in enumerate(queued)
             if request.prepared.hidden_states_request is not None
         },
+        {line: request.prepared.images for line, request in enumerate(queued) if request.prepared.images},
         are_aborted,
     )
 
@@ -265,6 +267,7 @@ def unpack_requests(message: Requests, make_output: Callable[..., Any]) -> list[
             prompt_logprobs_start=numbers.prompt_logprobs_start,
             hidden_states_request=message.hidden_states_requests.get(line),
             error=errors.get(index),
+            images=message.images.get(line, ()),
         )
         is_streamed = bool(numbers.is_streamed)
         received.append(ReceivedRequest(numbers.request_id, prepared, is_streamed, message.are_aborted))

@@ -6,10 +6,11 @@ device is free then, and the weights leave the device. To wake up, it makes anot
 
 import gc
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanoinfer.caches.routing_table import RoutingOnHost
 from nanoinfer.checkpoint.base_config import BaseModelConfig
@@ -22,11 +23,13 @@ from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
 from nanoinfer.lora.adapter_slots import RankAdapters
 from nanoinfer.lora.adapter_weights import AdapterMatrices
+from nanoinfer.models.images import ImageContent
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
+from nanoinfer.runner.step_images import HeldImages
 
 
 class DeviceRunner:
@@ -48,6 +51,7 @@ class DeviceRunner:
         self.sleeping_tags: frozenset[str] = frozenset()  # empty, {"kv_cache"}, or both "weights" and "kv_cache"
         self._sleep_level = 1  # of the last sleep
         self.adapters: RankAdapters | None = None  # with enable_lora
+        self._held_images = HeldImages()
         try:
             with computing(self.device, num_threads=None):
                 self._set_up(folder)
@@ -103,6 +107,17 @@ class DeviceRunner:
         assert self.adapters is not None, "only an engine with enable_lora has adapters"
         return self.adapters
 
+    def hold_image(self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Keep an image that packets will name by this id: see `ImageContent`."""
+        self._held_images[image_id] = ImageContent(tuple(token_ids), tensors)
+
+    def drop_images(self, image_ids: Sequence[int]) -> None:
+        """Forget images that packets will not name any more."""
+        for image_id in image_ids:
+            del self._held_images[image_id]
+        if self._model_runner is not None and self._model_runner.state.images is not None:
+            self._model_runner.state.images.forget(image_ids)
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
         with computing(self.device, num_threads=None):
@@ -157,7 +172,7 @@ class DeviceRunner:
         self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
         self._num_threads = setup.num_step_threads(self.model)
         self.adapters = setup.make_adapters(self.model)
-        self.limits = setup.limits_without_cache(free_at_start)
+        self.limits = setup.limits_without_cache(free_at_start, self.model.image_encoder)
         loaded = time.perf_counter()
         buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), memory.CPU_CACHE_BYTES
         if self.device.type == "cuda":
@@ -177,7 +192,7 @@ class DeviceRunner:
         if self.device.type == "cuda":  # or a small tensor may take part of that room, and a large one finds none
             torch.cuda.empty_cache()
         self._model_runner = self.setup.make_model_runner(
-            buffers, self.model, self._dense, self.limits, self._num_threads, self.adapters
+            buffers, self.model, self._dense, self.limits, self._num_threads, self._held_images, self.adapters
         )
 
     def _capture_graphs(self, is_warm: bool = False) -> None:

@@ -8,11 +8,13 @@ from torch import Tensor
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.engine.packet import AllSections, Header, UploadedSections, column
+from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.lora.adapter_slots import AdapterSlots
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler
+from nanoinfer.runner.step_images import ImageRows
 from nanoinfer.runner.step_tables import StepTables
 from nanoinfer.sampling.row_state import RowState, admit_rows
 from nanoinfer.sampling.sampler import Sampler
@@ -36,7 +38,8 @@ class DeviceState:
 
     row_states: all that serves options of rows: of the sampler, and the pooler. routing_table: None unless it is asked
     for. decode_graphs: None without CUDA graphs, and until they are captured. adapters: one of row_states; None without
-    enable_lora. adapter_graphs: decode steps in which a row has an adapter; None where decode_graphs is.
+    enable_lora. adapter_graphs: decode steps in which a row has an adapter; None where decode_graphs is. images: None
+    unless the engine sees any.
     """
 
     buffers: StepBuffers
@@ -49,6 +52,7 @@ class DeviceState:
     decode_graphs: DecodeGraphs | None = None
     adapters: AdapterSlots | None = None
     adapter_graphs: DecodeGraphs | None = None
+    images: ImageRows | None = None
 
     @property
     def uses_adapters(self) -> bool:
@@ -60,11 +64,21 @@ class DeviceState:
         """The graphs for a decode step of these rows; None if it is to run without."""
         return self.adapter_graphs if self.uses_adapters else self.decode_graphs
 
-    def prefill_graph(self, num_tokens: int, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
-        """Return what computes a prefill step of so many tokens by graphs; None if the model is to compute it."""
-        if self.uses_adapters:
+    def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
+        """Return the step that computes these chunks: see `StepTables.prefill_step`."""
+        step = self.tables.prefill_step(header, chunks, host_chunks)
+        return step if self.images is None else self.images.add_to(step, host_chunks)
+
+    def decode_step(self, batch: DecodeBatch) -> ForwardStep:
+        """Return the step that computes the newest tokens of these rows: see `StepTables.decode_step`."""
+        step = self.tables.decode_step(batch)
+        return step if self.images is None else self.images.with_rotary_positions(step, batch)
+
+    def prefill_graph(self, step: ForwardStep, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
+        """Return what computes a prefill step of so many chunks by graphs; None if the model is to compute it."""
+        if self.uses_adapters or step.images is not None:
             return None
-        return self.buffers.prefill_graphs.choose(num_tokens, num_chunks)
+        return self.buffers.prefill_graphs.choose(len(step.token_ids), num_chunks)
 
     def enter(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> None:
         """Enter new rows and blocks, and make the copies that a step begins with."""

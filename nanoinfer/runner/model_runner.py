@@ -72,6 +72,8 @@ class ModelRunner:
         with computing(self.device, self._num_threads):
             header = read_header(packet)
             on_host = header.on_host(packet)
+            if self.state.images is not None and header.counts["row_records"]:
+                self.state.images.enter(on_host)
             on_device = header.on_device(to_device(torch.from_numpy(header.uploaded(packet)), self.device))
             self.state.enter(header, on_host, on_device)
             if header.counts["chunks"]:
@@ -81,8 +83,8 @@ class ModelRunner:
     def _launch_prefill(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> LaunchedStep:
         assert not header.counts["decode_rows"], "both prefill and decode would write the first logits"
         chunks, num_samples = on_host.chunks.tolist(), header.num_prefill_samples
-        step = self.planned(self.state.tables.prefill_step(header, on_device.chunks, chunks))
-        forward = self.state.prefill_graph(len(step.token_ids), len(chunks)) or self.model
+        step = self.planned(self.state.prefill_step(header, on_device.chunks, chunks))
+        forward = self.state.prefill_graph(step, len(chunks)) or self.model
         hidden, side_outputs = self.state.pooler.run(forward, step, chunks)
         self._write_logits(step, hidden)
         side_outputs = side_outputs + self.state.sampler.read_prompts(self.model, hidden, chunks)
@@ -134,7 +136,7 @@ class ModelRunner:
         if batch.shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
             shared = SharedPrefixes(*(column.contiguous() for column in batch.shared_prefixes))
             batch = batch._replace(shared_prefixes=shared)
-        self.forward(self.planned(self.state.tables.decode_step(batch)))
+        self.forward(self.planned(self.state.decode_step(batch)))
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Compute a planned step up to its logits; return its hidden states (num_tokens, hidden_size)."""

@@ -28,6 +28,7 @@ from nanoinfer.lora.adapter_slots import AdapterSlots, RankAdapters
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.images import ImageEncoder, ImageSight
 from nanoinfer.models.implementations import load
 from nanoinfer.models.interface import Model
 from nanoinfer.runner import memory
@@ -41,6 +42,7 @@ from nanoinfer.runner.cuda_graphs import (
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
 from nanoinfer.runner.pooler import DenseLayer, Pooler, load_dense
+from nanoinfer.runner.step_images import HeldImages, ImageRows
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.step_threads import num_step_threads
@@ -131,7 +133,7 @@ class Setup:
         is_cuda = self.device.type == "cuda"
         return (torch.cuda.mem_get_info(self.device)[0] if is_cuda else 0) + self.tp.num_shared_bytes
 
-    def limits_without_cache(self, free_at_start: int) -> RunnerLimits:
+    def limits_without_cache(self, free_at_start: int, encoder: ImageEncoder | None) -> RunnerLimits:
         """Return the limits of a loaded model before its cache is sized, with one block of it.
 
         Rows are fewer than were asked for, where their recurrent states would take too much.
@@ -158,6 +160,7 @@ class Setup:
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
+            whole_images=encoder is not None and encoder.sight is ImageSight.WHOLE_IMAGE,
             max_row_tokens=max_row_tokens,
         )
 
@@ -268,6 +271,7 @@ class Setup:
         dense: list[DenseLayer],
         limits: RunnerLimits,
         num_threads: int | None,
+        held_images: HeldImages,
         adapters: RankAdapters | None = None,
     ) -> ModelRunner:
         """Allocate the cache, and what else steps need on the device; return what runs them."""
@@ -297,6 +301,15 @@ class Setup:
         if adapters is not None:
             state.adapters = AdapterSlots(adapters, limits.max_num_seqs, self.device)
             row_states.append(state.adapters)
+        if model.image_encoder is not None:
+            state.images = ImageRows(
+                model.image_encoder,
+                held_images,
+                vocab_size=self.model_config.vocab_size,
+                num_rows=limits.max_num_seqs + 1,
+                max_tokens=2 * self.max_step_tokens(limits),
+                device=self.device,
+            )
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_threads)
 
     def describe(self, kv_cache: KVCache, num_threads: int | None) -> str:

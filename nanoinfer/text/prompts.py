@@ -39,6 +39,7 @@ class PreparedRequest:
     adapter: Any = None  # an Adapter of `lora/` that its model's layers add
     hidden_states_request: Any = None  # HiddenStatesRequest: what is wanted of its prompt's hidden states
     error: RequestError | None = None
+    images: tuple[Any, ...] = ()  # ProcessedImages, in the order of the prompt
 
     @property
     def first_prompt_logprob(self) -> int | None:

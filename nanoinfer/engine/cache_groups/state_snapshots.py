@@ -69,6 +69,11 @@ class StateSnapshots:
         """Return how many snapshots can be found."""
         return len(self._kept)
 
+    def texts(self) -> Iterator[bytes]:
+        """Yield the tokens of each snapshot that no entry has."""
+        for snapshot in self._kept:
+            yield snapshot.tail
+
     def start_step(self) -> None:
         """Let the next step find what the steps before it compute."""
         self._step += 1

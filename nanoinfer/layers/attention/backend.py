@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import DecodeMetadata, Metadata, MetadataT, PrefillMetadata
-from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+from nanoinfer.layers.rotary_embedding import RotaryTable
 from nanoinfer.ops.decode_attention.spec import decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache, norm_rope_store, store_keys_values
 from nanoinfer.ops.prefill_attention.spec import causal_attention, full_attention, gather_context
@@ -72,7 +72,7 @@ class AttentionBackend(Backend, Protocol):
         norm_weights: tuple[Tensor, Tensor] | None,
         eps: float,
         positions: Tensor,
-        rotary_emb: RotaryEmbedding,
+        rotary_emb: RotaryTable,
         cache: LayerCache,
         metadata: Metadata,
     ) -> tuple[Tensor, Tensor, Tensor]:

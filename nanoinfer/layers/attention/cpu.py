@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.layers.attention.backend import TorchBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata, Metadata, MetadataT, PrefillMetadata
-from nanoinfer.layers.rotary_embedding import RotaryEmbedding
+from nanoinfer.layers.rotary_embedding import RotaryTable
 from nanoinfer.ops.decode_attention.cpu import NOTHING_READ, DecodePlan, plan_decode, planned_decode_attention
 from nanoinfer.ops.kv_cache.cpu import StorePlan, plan_store, planned_norm_rope_store, planned_store
 from nanoinfer.ops.kv_cache.spec import LayerCache
@@ -38,7 +38,7 @@ class CpuBackend(TorchBackend):
         norm_weights: tuple[Tensor, Tensor] | None,
         eps: float,
         positions: Tensor,
-        rotary_emb: RotaryEmbedding,
+        rotary_emb: RotaryTable,
         cache: LayerCache,
         metadata: Metadata,
     ) -> tuple[Tensor, Tensor, Tensor]:

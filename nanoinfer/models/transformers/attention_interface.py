@@ -51,16 +51,28 @@ def probing_masks(model: PreTrainedModel, handler: MaskHandler) -> Iterator[None
 
 def name_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention function of a model's text part; what sees or hears keeps transformers' own."""
+    for config in _text_configs(model):
+        config._attn_implementation_internal = name
+
+
+def name_attention_of_towers(model: PreTrainedModel) -> None:
+    """Let what sees or hears compute its attention by PyTorch's own function, or eagerly where it cannot."""
+    texts = {id(config) for config in _text_configs(model)}
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if config is not None and id(config) not in texts and isinstance(part, PreTrainedModel):
+            config._attn_implementation_internal = "sdpa" if part._supports_sdpa else "eager"
+
+
+def _text_configs(model: PreTrainedModel) -> Iterator[Any]:
     of_parts = (getattr(part, "config", None) for part in text_part(model).modules())
-    for config in (model.config, model.config.get_text_config(), *of_parts):
-        if config is not None:
-            config._attn_implementation_internal = name
+    return filter(None, (model.config, model.config.get_text_config(), *of_parts))
 
 
 def text_part(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model that reads token ids; of one for texts alone, the model without its head."""
     base = base_model(model)
-    return getattr(base, "language_model", None) or base
+    return getattr(base, "language_model", None) or getattr(base, "text_model", None) or base
 
 
 def base_model(model: PreTrainedModel) -> nn.Module:

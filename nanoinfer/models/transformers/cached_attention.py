@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.image_attention import attend_to_whole_images
 from nanoinfer.layers.attention.metadata import PrefillMetadata
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.transformers.attention_interface import AttentionHandler
@@ -40,6 +41,8 @@ class CachedAttention:
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
         if isinstance(metadata, PrefillMetadata):
             heads = self._backend.prefill(q, k, v, cache, metadata, sinks)
+            if step.images is not None and step.images.whole:
+                attend_to_whole_images(heads, q, cache, metadata, self._backend.spec, step.images.whole)
         else:
             heads = self._backend.decode(q, cache, metadata, sinks)
         return heads[:, :, : self._value_dim]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nanoinfer.models.transformers.attention_interface import base_model
+from nanoinfer.models.images import StepImages
+from nanoinfer.models.transformers.attention_interface import base_model, text_part
 
 
 class SplitModel:
@@ -38,6 +39,17 @@ class SplitModel:
         if positions is not None:
             positions = (positions + self.first_position if self.first_position else positions)[None]
         return self.layers(input_ids=token_ids[None].long(), position_ids=positions, **{"use_cache": False, **options})
+
+    def run_with_images(self, token_ids: Tensor, positions: Tensor, images: StepImages, **options: Any) -> Any:
+        """Return what the language model within the layers returns of a step with images."""
+        language_model: Any = text_part(self.model)
+        ids = token_ids.long().index_fill(0, images.places, 0)  # the image token may have no embedding
+        embeddings = images.merge(language_model.get_input_embeddings()(ids))
+        positions = (positions + self.first_position)[None] if images.positions is None else images.positions[:, None]
+        if len(images.rows) > 1:
+            is_image = torch.zeros(1, len(ids), dtype=torch.bool, device=ids.device).index_fill(1, images.places, True)
+            options |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": [*images.rows[1:]]}
+        return language_model(inputs_embeds=embeddings[None], position_ids=positions, **{"use_cache": False, **options})
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (num_rows, vocab_size) of (num_rows, hidden_size), by the model's own forward."""

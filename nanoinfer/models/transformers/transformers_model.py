@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
@@ -28,6 +28,7 @@ from nanoinfer.models.transformers.captured_prefill import TransformersPrefillGr
 from nanoinfer.models.transformers.compilation import CompiledLayers, compile_layers, layers_of
 from nanoinfer.models.transformers.fast_norms import use_norm_kernel
 from nanoinfer.models.transformers.guards import check_cache, check_head, check_mixing, why_not_captured
+from nanoinfer.models.transformers.image_encoder import TransformersImageEncoder
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import (
     TransformersConfig,
@@ -70,6 +71,7 @@ class TransformersModel(nn.Module):
         self.logits_dtype = next(self.parameters()).dtype
         self._attentions = cached_attentions(config, max_positions, backends)
         self.compiled_layers: CompiledLayers | None = None
+        self.image_encoder: TransformersImageEncoder | None = None
         self._config = config
         self._has_prefill_graphs: bool | None = None  # None: not asked yet
         stored = {name for name, _ in self.named_parameters()}
@@ -86,20 +88,22 @@ class TransformersModel(nn.Module):
         backends: AttentionBackends,
         random_seed: int | None,
         compiles: bool,
+        sees_images: bool = False,
     ) -> "TransformersModel":
         """Return the model on its device, with its weights, or random ones if there is a seed.
 
-        compiles: whether its layers are compiled. Raises ModelError for weights that are missing, left over or of
-        another shape, and for a model that `guards.py` refuses; ConfigError where layers cannot be compiled.
+        compiles: whether its layers are compiled. sees_images: whether steps will have images. Raises ModelError for
+        weights that are missing, left over or of another shape, and for a model that `guards.py` refuses; ConfigError
+        where layers cannot be compiled.
         """
         assert isinstance(config, TransformersConfig), f"{config.architecture} was not read as a model of transformers"
         model_class, device, dtype = find_class(config.fields), backends.device, backends.dtype
         if random_seed is None:
             model = _load_weights(model_class, config, folder, dtype).to(device)
         else:
-            model = _draw_weights(model_class, config, device, dtype, random_seed)
+            model = draw_weights(model_class, make_config(model_class, config.fields), device, dtype, random_seed)
         name_attention(model, ATTENTION)
-        _keep_buffers_as_weights(model)
+        keep_buffers_as_weights(model)
         freeze_rope(model, max_positions)
         model.eval().requires_grad_(False)
         if device.type == "cuda":
@@ -111,6 +115,8 @@ class TransformersModel(nn.Module):
         if config.pooling is not None and config.pooling.is_classifier and not config.pooling.token_ids:
             check_head(split, config.pooling.method, config.hidden_size)
         loaded = cls(split, config, max_positions, backends).eval()
+        if sees_images:
+            loaded.image_encoder = TransformersImageEncoder(model)
         if compiles:
             with cpu_threads(num_step_threads(model, device)):  # for whose number it compiles
                 loaded.compiled_layers = compile_layers(split, config.calls)
@@ -137,7 +143,10 @@ class TransformersModel(nn.Module):
         if step.token_types is not None:
             options["token_type_ids"] = step.token_types[None].long()
         with handling_attention(by_tokens(attend_in_order(self._attentions, step))):
-            return self._split.run(step.token_ids, step.positions, **options)
+            if step.images is not None:
+                return self._split.run_with_images(step.token_ids, step.positions, step.images, **options)
+            positions = step.positions if step.rotary_positions is None else step.rotary_positions
+            return self._split.run(step.token_ids, positions, **options)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits (num_rows, vocab.size) of (num_rows, hidden_size), in `out` if it is given."""
@@ -186,7 +195,7 @@ def _load_weights(
     options: dict[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True, **dtype_option(dtype)}
     try:
         # Without ignore_mismatched_sizes, the error for a weight of another shape names none.
-        with _without_progress_bars():
+        with without_progress_bars():
             model, found = model_class.from_pretrained(
                 None,
                 config=make_config(model_class, config.fields),
@@ -204,7 +213,7 @@ def _load_weights(
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Let transformers show no bars in a scope: loading is reported by our log alone."""
     shows_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -215,19 +224,17 @@ def _without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _draw_weights(
-    model_class: type[PreTrainedModel], config: TransformersConfig, device: torch.device, dtype: torch.dtype, seed: int
+def draw_weights(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, device: torch.device, dtype: torch.dtype, seed: int
 ) -> PreTrainedModel:
     """Return a model on its device with the random weights that transformers begins to train with."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device), default_dtype(dtype):
         torch.manual_seed(seed)
-        drawn: PreTrainedModel = model_class._from_config(
-            make_config(model_class, config.fields), attn_implementation=ATTENTION, **dtype_option(dtype)
-        )
+        drawn: PreTrainedModel = model_class._from_config(config, attn_implementation=ATTENTION, **dtype_option(dtype))
     return drawn
 
 
-def _keep_buffers_as_weights(model: nn.Module) -> None:
+def keep_buffers_as_weights(model: nn.Module) -> None:
     """Make parameters of the buffers that checkpoints hold, so that they sleep and are updated as other weights.
 
     And let each weight have memory of its own: those of a file may be views of it, which cannot be freed.

@@ -1,0 +1,1 @@
+"""Pictures in prompts: from what a user writes to token ids and tensors."""

@@ -1,0 +1,101 @@
+"""The engine of a model that sees: it gives the images of requests virtual token ids, and the runner their contents."""
+
+from array import array
+from collections.abc import Iterator, Sequence, Set
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.engine import Recipient
+from nanoinfer.engine.interfaces import Runner
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.proposer import Proposer
+from nanoinfer.engine.request import Request
+from nanoinfer.engine.sequence import Sequence as EngineSequence
+from nanoinfer.images.processed import ProcessedImage
+from nanoinfer.images.virtual_ids import KnownImage, VirtualIds
+from nanoinfer.images.whole_images import WholeImages
+from nanoinfer.text.prompts import PreparedRequest
+
+
+class ImageEngine(LLMEngine):
+    """Runs requests with images, which are tokens like others to all that plans.
+
+    vocab_size: where virtual ids begin. The others: see `LLMEngine`.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner, *args: Any, vocab_size: int, **options: Any) -> None:
+        self.virtual_ids = VirtualIds(vocab_size)
+        if runner.limits.whole_images:
+            self.block_manager_class = partial(WholeImages, self.virtual_ids)
+        super().__init__(config, runner, *args, **options)
+        self._images: dict[int, list[KnownImage]] = {}  # of unfinished requests, by their ids
+
+    def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
+        images, prepared.images = prepared.images, ()  # they are held here from now on
+        try:
+            if images:
+                prepared.packed_ids = self._hold(request_id, prepared.token_ids, images)
+            return super()._queue(request_id, prepared, to)
+        except BaseException:
+            self._release({request_id})
+            raise
+
+    def _hold(self, request_id: int, token_ids: list[int], images: Sequence[ProcessedImage]) -> bytes:
+        """Hold the images of a request; return its token ids as int32, with virtual ids where the images stand."""
+        self.virtual_ids.forget_idle(self._cached_tokens)
+        ids = array("i", token_ids)
+        self._images[request_id] = held = []
+        for image in images:
+            end = image.start + image.num_tokens
+            known = self.virtual_ids.hold(image.key, tuple(token_ids[image.start : end]))
+            held.append(known)
+            ids[image.start : end] = array("i", known.ids)
+            if known.num_users == 1:
+                self.check_open().hold_image(known.first_id, known.token_ids, image.tensors)
+        return ids.tobytes()
+
+    def _cached_tokens(self) -> Iterator[bytes]:
+        """Yield the token ids, as int32, of every text that may be found in the prefix cache, in parts."""
+        yield from self.block_manager.pool.texts()
+        if self.block_manager.state_group is not None:
+            yield from self.block_manager.state_group.snapshots.texts()
+
+    def _release(self, request_ids: Set[int]) -> None:
+        """Let go of the images of requests that have ended."""
+        held = [image for request_id in request_ids for image in self._images.pop(request_id, ())]
+        unused = [image.first_id for image in held if self.virtual_ids.release(image)]
+        if unused and self.runner is not None and not self.runner.closed:
+            self.runner.drop_images(unused)
+
+    def _hand_over(self) -> None:
+        try:
+            super()._hand_over()
+        finally:
+            self._release_ended()
+
+    def _forget(self, dropped: Set[int]) -> None:
+        super()._forget(dropped)
+        self._release_ended()
+
+    def _release_ended(self) -> None:
+        if self._images and (ended := self._images.keys() - self._requests.keys()):
+            self._release(ended)
+
+
+class TextProposals:
+    """Proposes what another proposer does, up to a place of an image: nothing draws virtual ids."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+        self._proposer, self._vocab_size = proposer, vocab_size
+        self.max_num_tokens = proposer.max_num_tokens
+
+    def waits(self, seqs: list[EngineSequence]) -> bool:
+        return self._proposer.waits(seqs)
+
+    def propose(self, seqs: list[EngineSequence]) -> list[list[int]]:
+        return [[*takewhile(self._is_text, ids)] for ids in self._proposer.propose(seqs)]
+
+    def _is_text(self, token_id: int) -> bool:
+        return token_id < self._vocab_size

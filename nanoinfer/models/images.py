@@ -1,0 +1,108 @@
+"""What models and the runner tell each other of images: what an encoder reads and makes, and a step has of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from torch import Tensor
+
+from nanoinfer.layers.attention.attention_layer import Attention
+from nanoinfer.layers.attention.image_attention import SeenImage, attend_to_whole_images
+from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
+from nanoinfer.layers.rotary_embedding import StepRotary
+from nanoinfer.ops.kv_cache.spec import LayerCache
+
+
+class ImageSight(Enum):
+    """Says which other tokens those of an image attend to."""
+
+    CAUSAL = auto()  # those before them, as tokens of a text do
+    WHOLE_IMAGE = auto()  # all of their own image, too (Gemma 3); windows still end where they end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageContent:
+    """Holds an image as encoders read it.
+
+    token_ids: of its span in prompts, in which the image token stands for one embedding. tensors: the inputs of the
+    model's forward for this image, on the host.
+    """
+
+    token_ids: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+
+
+class ImageEncoder(Protocol):
+    """Makes what a language model reads in the places of images."""
+
+    @property
+    def sight(self) -> ImageSight: ...
+    @property
+    def has_three_positions(self) -> bool:
+        """Whether tokens have positions of time, height and width (M-RoPE, Qwen2-VL)."""
+
+    def encode(self, images: Sequence[ImageContent]) -> list[Tensor]:
+        """Return what is read in the place of each image, (1 + num_levels, num_tokens, hidden_size)."""
+
+    def may_join(self, one: ImageContent, other: ImageContent) -> bool:
+        """Return whether two images can be encoded in one call."""
+
+    def rotary(self, positions: Tensor) -> StepRotary | None:
+        """Return what layers of our own rotate by at these positions, (3, num_tokens); None for other layers."""
+
+    def positions(self, token_ids: Sequence[int], images: Sequence[ImageContent]) -> Tensor:
+        """Return the positions of a prompt with these images, (3, num_tokens) int64 on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """Holds what a prefill step has of images.
+
+    places: (num_image_tokens,) int64, which tokens of the step are of images; there may be none.
+    rows: (1 + num_levels, num_image_tokens, hidden_size): their embeddings, and what is added after the first layers.
+    positions: (3, num_tokens) int64, of time, height and width; None: the step's own.
+    rotary: what these rotate by, for layers of our own.
+    whole: images whose tokens see all of their image.
+    """
+
+    places: Tensor
+    rows: Tensor
+    positions: Tensor | None = None
+    rotary: StepRotary | None = None
+    whole: tuple[SeenImage, ...] = ()
+
+    @property
+    def num_levels(self) -> int:
+        """After how many of the first layers something is added."""
+        return len(self.rows) - 1
+
+    def attend(
+        self,
+        attention: Attention,
+        qkv: Tensor,
+        norm_weights: tuple[Tensor, Tensor] | None,
+        positions: Tensor,
+        cache: LayerCache,
+        metadata: Metadata,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Compute a layer's attention in this step, as `attention` does in others."""
+        assert isinstance(metadata, PrefillMetadata), "tokens of images are computed in prefill"
+        places = positions if self.rotary is None else self.rotary.places
+        backend, rotary = attention.backend, self.rotary or attention.rotary_emb
+        q, k, v = backend.rotate_and_store(qkv, norm_weights, attention.norm_eps, places, rotary, cache, metadata)
+        heads = backend.prefill(q, k, v, cache, metadata, sinks)
+        if self.whole:
+            attend_to_whole_images(heads, q, cache, metadata, backend.spec, self.whole)
+        return heads
+
+    def merge(self, embeddings: Tensor) -> Tensor:
+        """Return embeddings of the step's tokens, (num_tokens, hidden_size), with those of images in their places."""
+        if not len(self.places):
+            return embeddings
+        return embeddings.index_copy(0, self.places, self.rows[0].to(embeddings.dtype))
+
+    def add_level(self, level: int, hidden: Tensor) -> Tensor:
+        """Return hidden states (num_tokens, hidden_size) after layer `level`, with what is added there."""
+        return hidden.index_add(0, self.places, self.rows[1 + level].to(hidden.dtype))

@@ -1,0 +1,156 @@
+"""Encodes images by a model's own forward pass, which is followed as far as the model calls its language model.
+
+What it calls that with is what any language model is to read in the places of images: embeddings, positions of three
+numbers, rows that are added after the first layers (deepstack). So no class of transformers needs code of its own.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from nanoinfer.device import numbers_to_device
+from nanoinfer.errors import ModelError
+from nanoinfer.layers.rotary_embedding import StepRotary
+from nanoinfer.models.images import ImageContent, ImageSight
+from nanoinfer.models.transformers.attention_interface import (
+    base_model,
+    name_attention_of_towers,
+    probing_masks,
+    text_part,
+)
+
+# What a language model may be called with, beside what is captured; None and numbers are no matter.
+HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
+OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
+
+
+class TransformersImageEncoder:
+    """Makes what the language model of a transformers model reads in the places of images.
+
+    image_token_id: stands in prompts for one embedding.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._base: Any = base_model(model)
+        self._language_model: Any = text_part(model)
+        if self._base is self._language_model:
+            raise ModelError(f"{type(model).__name__} has no language model apart from what sees; leave images out")
+        name_attention_of_towers(model)
+        self._name = type(model).__name__
+        self._model = model
+        self.image_token_id = image_token_id(model.config)
+        self.has_three_positions = "mrope_section" in str(model.config.get_text_config().to_dict())
+        self._options = inspect.signature(self._base.forward).parameters
+        self.sight = self._find_sight()
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence[ImageContent]) -> list[Tensor]:
+        """Return what is read in the place of each image, (1 + num_levels, num_tokens, hidden_size).
+
+        First its embeddings, then what is added to the hidden states after the first layers, if the model has that.
+        """
+        token_ids = [token_id for image in images for token_id in image.token_ids]
+        # Which positions these tokens have does not matter, and models could not tell those of neighbouring images.
+        positions = torch.arange(len(token_ids)).expand(3, 1, -1) if self.has_three_positions else None
+        seen = self._capture(token_ids, joined([image.tensors for image in images]), positions)
+        rows = seen["inputs_embeds"]  # (1, num_tokens, hidden_size)
+        if seen.get("deepstack_visual_embeds") is not None:
+            levels = rows.new_zeros(len(seen["deepstack_visual_embeds"]), *rows.shape[1:])
+            levels[:, seen["visual_pos_masks"][0]] = torch.stack([*seen["deepstack_visual_embeds"]]).to(rows.dtype)
+            rows = torch.cat((rows, levels))
+        parts = rows.split([len(image.token_ids) for image in images], dim=1)
+        return [part.clone() for part in parts]
+
+    @torch.inference_mode()
+    def positions(self, token_ids: Sequence[int], images: Sequence[ImageContent]) -> Tensor:
+        """Return the positions of time, height and width of a prompt with these images, (3, num_tokens) on the host."""
+        if hasattr(self._base, "rope_deltas"):
+            self._base.rope_deltas = None  # of the prompt before
+        grids = [{name: x for name, x in image.tensors.items() if not x.is_floating_point()} for image in images]
+        positions = self._capture(token_ids, joined(grids)).get("position_ids")
+        if positions is None or positions.dim() != 3:
+            raise ModelError(f"{self._name} tells its language model no positions of three numbers; leave images out")
+        found: Tensor = positions[-3:, 0].cpu()
+        return found
+
+    def rotary(self, positions: Tensor) -> StepRotary | None:
+        """Return None: layers of transformers rotate by positions."""
+
+    def may_join(self, one: ImageContent, other: ImageContent) -> bool:
+        """Return whether two images can be encoded in one call: their inputs differ in the first dimension alone."""
+        first, second = ({name: x.shape[1:] for name, x in image.tensors.items()} for image in (one, other))
+        return first == second
+
+    def _capture(
+        self, token_ids: Sequence[int], tensors: dict[str, Tensor], positions: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Run the model up to its language model; return what that is called with."""
+        device = self._model.device
+        ids = numbers_to_device([*token_ids], device)[None]
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        inputs |= {name: (ids == self.image_token_id).long() for name in TOKEN_TYPES if name in self._options}
+        if positions is not None:
+            inputs["position_ids"] = positions.to(device)
+        seen: dict[str, Any] = {}
+
+        def note(*_: Any, **options: Any) -> BaseModelOutputWithPast:
+            seen.update(options)
+            return BaseModelOutputWithPast(last_hidden_state=options["inputs_embeds"])
+
+        self._language_model.forward = note
+        try:
+            self._base(input_ids=ids, use_cache=False, **inputs)
+        finally:
+            del self._language_model.forward
+        unknown = {name for name, value in seen.items() if isinstance(value, (Tensor, list, tuple))}
+        if unknown := unknown - HARMLESS - OF_IMAGES - {*TOKEN_TYPES}:
+            raise ModelError(
+                f"{self._name} gives its language model {', '.join(sorted(unknown))} of an image, which is not "
+                "supported; leave images out"
+            )
+        return seen
+
+    def _find_sight(self) -> ImageSight:
+        """Return which other tokens those of an image see. Raises ModelError for what is not supported."""
+        made: list[Any] = []
+
+        def make(function: Any, q_length: int, kv_length: int, device: torch.device) -> Tensor:
+            made.append(function)
+            return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+
+        image, text = self.image_token_id, 0 if self.image_token_id else 1
+        prompt = [text, image, image, text, image, text]
+        with probing_masks(self._model, make):
+            self._capture(prompt, {})
+        index = torch.arange(len(prompt), device=self._model.device)
+        zero = torch.zeros((), dtype=torch.long, device=self._model.device)
+        kinds: set[ImageSight | None] = set()
+        for function in made:
+            mask = torch.as_tensor(function(zero, zero, index[:, None], index[None]))
+            ahead = mask.expand(len(prompt), len(prompt)).triu(1).nonzero().tolist()
+            kinds.add(ImageSight.CAUSAL if not ahead else ImageSight.WHOLE_IMAGE if ahead == [[1, 2]] else None)
+        if len(kinds) > 1 or None in kinds:
+            raise ModelError(
+                f"in {self._name}, tokens see other ones than those before them and those of their own image, which is "
+                "not supported; leave images out"
+            )
+        return kinds.pop() or ImageSight.CAUSAL if kinds else ImageSight.CAUSAL
+
+
+def image_token_id(config: Any) -> int:
+    """Return the id that stands for an embedding of an image. Raises ModelError where the config names none."""
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(found := getattr(config, name, None), int):
+            return found
+    raise ModelError(f"{type(config).__name__} names no image token; leave images out")
+
+
+def joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the inputs of several images as those of one call."""
+    return {name: torch.cat([one[name] for one in tensors]) for name in tensors[0]} if tensors else {}

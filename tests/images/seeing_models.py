@@ -1,0 +1,318 @@
+"""Small random models that see, prompts with images for them, and transformers' own answers."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from nanoinfer.images.processed import ProcessedImage, ProcessedPrompt
+from tests.models.tiny_transformers import Answer, spread_weights, tiny_fields
+
+IMAGE = 250  # the image token's id
+BEGIN, END = 248, 249
+TEXT = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Holds an image as a processor makes it: a model's inputs for it, and what stands for it in prompts."""
+
+    tensors: Mapping[str, Tensor]
+    token_ids: tuple[int, ...]
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def square(seed: int, size: int, num_tokens: int) -> Picture:
+    """Return an image of fixed size."""
+    return Picture({"pixel_values": noise(seed, 1, 3, size, size)}, (IMAGE,) * num_tokens)
+
+
+def patches(seed: int, patch_values: int, merge: int) -> Picture:
+    """Return an image of the sizes that Qwen's processors make, of (4 or more) x (4 or more) patches."""
+    height, width = [(4, 6), (6, 4), (8, 4)][seed % 3]
+    tensors = {
+        "pixel_values": noise(seed, height * width, patch_values),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+    }
+    return Picture(tensors, (IMAGE,) * (height * width // merge**2))
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """Says how to make a small model of a class, and images for it.
+
+    picture: makes an image of a seed. types: the name of transformers' argument that says which tokens are images.
+    """
+
+    make: Callable[[], Any]
+    picture: Callable[[int], Picture]
+    types: str | None = None
+
+
+def llava() -> Any:
+    vision = transformers.CLIPVisionConfig(**VISION, image_size=24, patch_size=8)
+    text = transformers.LlamaConfig(**TEXT)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 251,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+}
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+}
+
+
+def qwen2_5_vl() -> Any:
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        vision_config={**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+        **QWEN_IDS,
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl() -> Any:
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        vision_config={**QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        **QWEN_IDS,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def gemma3() -> Any:
+    """Return a model whose windows are shorter than its images."""
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = {**TEXT, "num_hidden_layers": 3, "layer_types": layer_types, "sliding_window": 12}
+    config = transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**VISION, image_size=32, patch_size=8),
+        text_config=transformers.Gemma3TextConfig(**text, query_pre_attn_scalar=16),
+        image_token_index=IMAGE,
+        mm_tokens_per_image=16,
+        boi_token_index=BEGIN,
+        eoi_token_index=END,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def qwen3_vl_moe() -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**TEXT, **experts, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        vision_config={**QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        **QWEN_IDS,
+    )
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def qwen3_5() -> Any:
+    """Return a model whose layers have linear attention, but one, which rotates half of its dimensions."""
+    rope = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    config = transformers.Qwen3_5Config(
+        text_config={**TEXT, **linear, "num_hidden_layers": 3, "layer_types": layer_types, "rope_parameters": rope},
+        vision_config={**QWEN_VISION, "num_position_embeddings": 64},
+        **QWEN_IDS,
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def mistral3() -> Any:
+    vision = transformers.PixtralVisionConfig(**VISION, image_size=32, patch_size=4, head_dim=16)
+    config = transformers.Mistral3Config(
+        vision_config=vision,
+        text_config=transformers.MistralConfig(**TEXT, sliding_window=None),
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def rows_and_breaks(seed: int) -> Picture:
+    """Return an image as Pixtral's processor makes it, with a token after each row."""
+    height, width = [(2, 3), (3, 2), (4, 3)][seed % 3]  # in merged patches of 8 pixels
+    pixels = noise(seed, 1, 3, 8 * height, 8 * width)
+    token_ids = (*((IMAGE,) * width + (241,)) * (height - 1), *(IMAGE,) * width, 242)
+    return Picture({"pixel_values": pixels, "image_sizes": torch.tensor([[8 * height, 8 * width]])}, token_ids)
+
+
+def tiny(architecture: str, **overrides: Any) -> Any:
+    """Return a small model of a class by the rules of `tiny_fields`."""
+    cls = getattr(transformers, architecture)
+    fields = tiny_fields(cls.config_class, overrides)
+    image_tokens = dict.fromkeys(fields.keys() & {"image_token_id", "image_token_index"}, IMAGE)
+    return cls(cls.config_class(**{**fields, **image_tokens}))
+
+
+def tiles(seed: int, num_tiles: int, num_tokens: int, sizes: list[int] | None = None) -> Picture:
+    """Return an image that is cut into tiles of 32 x 32. sizes: of the whole image, if the model is told."""
+    tensors = {"pixel_values": noise(seed, 1, num_tiles, 3, 32, 32)}
+    if sizes is not None:
+        tensors["image_sizes"] = torch.tensor([sizes])
+    return Picture(tensors, (IMAGE,) * num_tokens)
+
+
+def square_patches(seed: int, size: int, merge: int) -> Picture:
+    """Return an image of the sizes that PaddleOCR-VL's processor makes: each patch is a picture of its own."""
+    picture = patches(seed, 3 * size * size, merge)
+    pixels = picture.tensors["pixel_values"].unflatten(1, (3, size, size))
+    return Picture({**picture.tensors, "pixel_values": pixels}, picture.token_ids)
+
+
+def of_rules(name: str, picture: Callable[[int], Picture], types: str | None = None, **overrides: Any) -> Seeing:
+    return Seeing(partial(tiny, f"{name}ForConditionalGeneration", **overrides), picture, types)
+
+
+THREE = {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}}
+PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+CROPPED = {"num_tiles": 5, "num_tokens": 88, "sizes": [64, 64]}
+QWEN_PICTURE = partial(patches, patch_values=48, merge=2)
+GLM_PICTURE = partial(patches, patch_values=2 * 3 * 8 * 8, merge=2)
+MODELS: dict[str, Seeing] = {
+    "LlavaForConditionalGeneration": Seeing(llava, partial(square, size=24, num_tokens=9)),
+    "Qwen2_5_VLForConditionalGeneration": Seeing(qwen2_5_vl, QWEN_PICTURE, "mm_token_type_ids"),
+    "Qwen3VLForConditionalGeneration": Seeing(qwen3_vl, QWEN_PICTURE, "mm_token_type_ids"),
+    "Qwen3_5ForConditionalGeneration": Seeing(qwen3_5, QWEN_PICTURE, "mm_token_type_ids"),
+    "Mistral3ForConditionalGeneration": Seeing(mistral3, rows_and_breaks),
+    "Gemma3ForConditionalGeneration": Seeing(gemma3, partial(square, size=32, num_tokens=16), "token_type_ids"),
+    "SmolVLMForConditionalGeneration": of_rules("SmolVLM", partial(tiles, num_tiles=2, num_tokens=8)),
+}
+OTHERS: dict[str, Seeing] = {  # which take long to test, all together
+    "Qwen3VLMoeForConditionalGeneration": Seeing(qwen3_vl_moe, QWEN_PICTURE, "mm_token_type_ids"),
+    "AyaVisionForConditionalGeneration": of_rules("AyaVision", partial(square, size=32, num_tokens=4)),
+    "Cohere2VisionForConditionalGeneration": of_rules("Cohere2Vision", partial(square, size=32, num_tokens=4)),
+    "GlmOcrForConditionalGeneration": of_rules("GlmOcr", GLM_PICTURE, "mm_token_type_ids", text_config=THREE),
+    "Glm4vForConditionalGeneration": of_rules("Glm4v", GLM_PICTURE, "mm_token_type_ids", text_config=THREE),
+    "GotOcr2ForConditionalGeneration": of_rules("GotOcr2", partial(square, size=32, num_tokens=1)),
+    "Idefics3ForConditionalGeneration": of_rules("Idefics3", partial(tiles, num_tiles=2, num_tokens=8)),
+    "InternVLForConditionalGeneration": of_rules(
+        "InternVL",
+        partial(square, size=32, num_tokens=4),
+        vision_config={"image_size": [32, 32], "patch_size": [8, 8]},
+    ),
+    "LlavaNextForConditionalGeneration": of_rules("LlavaNext", partial(tiles, **CROPPED), **PINPOINTS),
+    "LlavaOnevisionForConditionalGeneration": of_rules("LlavaOnevision", partial(tiles, **CROPPED), **PINPOINTS),
+    "PaddleOCRVLForConditionalGeneration": of_rules(
+        "PaddleOCRVL", partial(square_patches, size=8, merge=2), "mm_token_type_ids", text_config=THREE
+    ),
+    "Qwen2VLForConditionalGeneration": of_rules("Qwen2VL", GLM_PICTURE, "mm_token_type_ids", text_config=THREE),
+}
+ALL = MODELS | OTHERS
+
+
+def write_seeing(architecture: str, folder: Path) -> None:
+    """Write a random float32 checkpoint that never draws the tokens of images."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = ALL[architecture].make().float()
+        spread_weights(model)
+        model.get_output_embeddings().weight[[BEGIN, END, IMAGE, 251]] = 0
+    model.save_pretrained(folder)
+
+
+def make_prompt(architecture: str, parts: Sequence[int | str], seed: int = 0) -> ProcessedPrompt:
+    """Return a prompt of texts and images. parts: the length of a text, or "#3" for the image of seed 3."""
+    draw = random.Random(seed)
+    token_ids: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, int):
+            token_ids += [draw.randrange(5, 240) for _ in range(part)]
+            continue
+        picture = ALL[architecture].picture(int(part[1:]))
+        token_ids.append(BEGIN)
+        key = sha256(f"{architecture} {part}".encode()).digest()
+        images.append(ProcessedImage(len(token_ids), len(picture.token_ids), dict(picture.tensors), key))
+        token_ids += [*picture.token_ids, END]
+    return ProcessedPrompt(token_ids, images, IMAGE)
+
+
+def padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the inputs of several images in one tensor, as processors make it, with zeros where they are smaller."""
+    sizes = [max(size) for size in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    whole = torch.zeros(sum(map(len, tensors)), *sizes, dtype=tensors[0].dtype)
+    for part, tensor in zip(whole.split([*map(len, tensors)]), tensors, strict=True):
+        part[tuple(map(slice, tensor.shape))] = tensor
+    return whole
+
+
+def answers_of_transformers(
+    architecture: str, folder: Path, prompts: Sequence[ProcessedPrompt], num_tokens: int
+) -> list[Answer]:
+    """Return what transformers answers greedily without any cache, one prompt after the other."""
+    model = load_hf(architecture, folder)
+    answers = []
+    for prompt in prompts:
+        answer = Answer([], [])
+        for _ in range(num_tokens):
+            so_far = replace(prompt, token_ids=prompt.token_ids + answer.token_ids)
+            logprobs = own_logits(model, ALL[architecture], so_far)[-1].log_softmax(-1)
+            answer.token_ids.append(int(logprobs.argmax()))
+            answer.logprobs.append(float(logprobs.max()))
+        answers.append(answer)
+    return answers
+
+
+def logits_of_transformers(architecture: str, folder: Path, prompt: ProcessedPrompt) -> Tensor:
+    """Return transformers' logits at each place of a prompt, (num_tokens, vocab_size)."""
+    return own_logits(load_hf(architecture, folder), ALL[architecture], prompt)
+
+
+def load_hf(architecture: str, folder: Path) -> Any:
+    model_class = getattr(transformers, architecture)
+    return model_class.from_pretrained(folder, attn_implementation="eager").float().eval()
+
+
+@torch.no_grad()
+def own_logits(model: Any, seeing: Seeing, prompt: ProcessedPrompt) -> Tensor:
+    """Return a model's logits at each place of a prompt with images, computed without a cache."""
+    names = prompt.images[0].tensors if prompt.images else ()
+    inputs = {name: padded([image.tensors[name] for image in prompt.images]) for name in names}
+    if prompt.images and seeing.types is not None:
+        inputs[seeing.types] = torch.tensor([[int(token_id == IMAGE) for token_id in prompt.token_ids]])
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    logits: Tensor = model(input_ids=torch.tensor([prompt.token_ids]), use_cache=False, **inputs).logits[0]
+    return logits.float()

@@ -1,0 +1,173 @@
+"""Requests with images beside all else that requests ask for: nobody but the scheduler knows of virtual ids."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer import LLM, ModelError
+from nanoinfer.images.image_engine import ImageEngine
+from nanoinfer.runner.step_images import ImageRows
+from tests.images.seeing_models import (
+    IMAGE,
+    answers_of_transformers,
+    logits_of_transformers,
+    make_prompt,
+    write_seeing,
+)
+from tests.images.test_seeing_models import NUM_TOKENS, answers, assert_close, load, run
+
+MODEL = "Qwen3VLForConditionalGeneration"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("seeing")
+    write_seeing(MODEL, path)
+    return path
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    with load(folder, model_impl="nanoinfer") as llm:
+        yield llm
+
+
+def engine_of(llm: LLM) -> ImageEngine:
+    assert isinstance(llm.engine, ImageEngine)
+    return llm.engine
+
+
+def image_rows(llm: LLM) -> ImageRows:
+    rows = engine_of(llm).check_open().model_runner.state.images  # type: ignore[attr-defined]
+    assert isinstance(rows, ImageRows)
+    return rows
+
+
+def test_log_probabilities_of_a_prompt_name_the_image_token(llm: LLM, folder: Path) -> None:
+    prompt = make_prompt(MODEL, [6, "#1", 4])
+    expected = logits_of_transformers(MODEL, folder, prompt).log_softmax(-1)
+    [output] = run(llm, [prompt], prompt_logprobs=1)
+    assert output.prompt_logprobs is not None
+    for place, token_id in enumerate(prompt.token_ids[1:], start=1):
+        [own, *_] = output.prompt_logprobs[place]  # type: ignore[misc]
+        assert own == token_id
+        found = output.prompt_logprobs[place][token_id].logprob  # type: ignore[index]
+        assert found == pytest.approx(float(expected[place - 1, token_id]), abs=2e-4)
+
+
+def test_penalties_count_the_image_token(llm: LLM, folder: Path) -> None:
+    """A penalty that reached for a virtual id would read beyond the logits."""
+    prompt = make_prompt(MODEL, [6, "#1", 4])
+    logits = logits_of_transformers(MODEL, folder, prompt)[-1]
+    seen = torch.zeros_like(logits, dtype=torch.bool).index_fill(0, torch.tensor(prompt.token_ids), True)
+    expected = torch.where(seen, torch.where(logits > 0, logits / 3, logits * 3), logits)
+    [output] = run(llm, [prompt], repetition_penalty=3.0, max_tokens=1, logprobs=5)
+    assert output.outputs[0].token_ids == [int(expected.argmax())]
+
+
+def test_a_bias_of_the_image_token_is_about_that_token(llm: LLM) -> None:
+    [output] = run(llm, [make_prompt(MODEL, [6, "#1", 4])], max_tokens=2, logit_bias={IMAGE: 100.0})
+    assert output.outputs[0].token_ids == [IMAGE, IMAGE]
+
+
+def test_samples_and_repeats_share_one_encoding(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    encoder = image_rows(llm)._encoder
+    encode = encoder.encode
+    monkeypatch.setattr(encoder, "encode", lambda images: encoded.append(len(images)) or encode(images))
+    prompts = [make_prompt(MODEL, [6, "#1", 4]), make_prompt(MODEL, [9, "#1", "#1", 4], seed=1)]
+    run(llm, prompts, n=3, temperature=1.0)
+    assert encoded == [1]
+
+
+def test_images_whose_rows_were_dropped_are_encoded_again(llm: LLM, folder: Path) -> None:
+    image_rows(llm)._max_tokens = 1
+    prompts = [make_prompt(MODEL, parts) for parts in ([20, "#1", 30, "#2", 8], [7, "#0", "#1", 4])]
+    llm.engine.scheduler.max_num_batched_tokens = 16
+    assert_close(answers(run(llm, prompts)), answers_of_transformers(MODEL, folder, prompts, NUM_TOKENS))
+    assert len(image_rows(llm)._encoded) <= 1
+
+
+def test_nothing_is_held_once_requests_have_ended(llm: LLM) -> None:
+    engine, runner = engine_of(llm), llm.engine.check_open()
+    run(llm, [make_prompt(MODEL, [20, "#1", 8]), make_prompt(MODEL, [5, "#1", "#2", 8])])
+    assert len(runner._held_images) == 0
+    assert len(image_rows(llm)._encoded) == 0
+    assert [image.num_users for image in engine.virtual_ids._known.values()] == [0, 0]  # cached blocks have them
+
+
+def test_an_aborted_request_lets_go_of_its_images(llm: LLM) -> None:
+    from nanoinfer.engine.engine import Recipient
+    from nanoinfer.sampling_params import SamplingParams
+    from nanoinfer.text.prompts import PreparedRequest
+
+    engine, to = engine_of(llm), Recipient([])
+    prompt = make_prompt(MODEL, [20, "#1", 8])
+    request = PreparedRequest(
+        prompt=None,
+        token_ids=prompt.token_ids,
+        sampling_params=SamplingParams(max_tokens=50, ignore_eos=True),
+        images=tuple(prompt.images),
+    )
+    [request_id] = engine.reserved_ids.reserve(1)
+    engine.add_request(request_id, request, to)
+    engine.step()
+    assert len(engine.check_open()._held_images) == 1  # type: ignore[attr-defined]
+    engine.abort([request_id])
+    assert len(engine.check_open()._held_images) == 0  # type: ignore[attr-defined]
+
+
+def test_the_token_of_images_without_an_image_is_text(llm: LLM, folder: Path) -> None:
+    prompt = replace(make_prompt(MODEL, [12]), token_ids=[9, IMAGE, 17, IMAGE, IMAGE, 30])
+    assert_close(answers(run(llm, [prompt])), answers_of_transformers(MODEL, folder, [prompt], NUM_TOKENS))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_sees_sleeps_and_is_updated_with_the_rest(level: int, llm: LLM, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    prompts = [make_prompt(MODEL, [20, "#1", 8])]
+    expected = answers(run(llm, prompts))
+    llm.sleep(level=level)
+    llm.wake_up()
+    if level == 2:
+        llm.update_weights(load_file(folder / "model.safetensors"))
+    assert_close(answers(run(llm, prompts)), expected)
+
+
+def test_random_weights_see_too(folder: Path) -> None:
+    with load(folder, model_impl="nanoinfer", load_format="dummy") as llm:
+        assert len(run(llm, [make_prompt(MODEL, [20, "#1", 8])])[0].outputs[0].token_ids) == NUM_TOKENS
+
+
+def test_a_folder_without_the_weights_of_what_sees_is_refused(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    texts = {name: tensor for name, tensor in weights.items() if "visual" not in name}
+    save_file(texts, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ModelError, match="no weights of what sees images"):
+        load(tmp_path, model_impl="nanoinfer")
+
+
+def test_proposals_end_where_an_image_would_begin(folder: Path) -> None:
+    prompts = [make_prompt(MODEL, ["#1", 3, "#1", 3], seed=seed) for seed in (0, 1)]
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with load(folder, model_impl="nanoinfer", speculative_config=speculation) as llm:
+        proposer = llm.engine.proposer
+        proposed: list[list[int]] = []
+        propose = proposer._proposer.propose
+        proposer._proposer.waits = lambda _: True
+        proposer._proposer.propose = lambda seqs: [proposed.append([*ids]) or ids for ids in forced(seqs)]
+
+        def forced(seqs: list[Any]) -> list[list[int]]:
+            propose(seqs)
+            return [seq.token_ids[2:6].tolist() for seq in seqs]  # as if the sequence went on as it began
+
+        assert_close(answers(run(llm, prompts)), answers_of_transformers(MODEL, folder, prompts, NUM_TOKENS))
+        assert max(map(max, proposed)) >= 256  # they would have reached into an image
