@@ -8,7 +8,7 @@ from torch import Tensor
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.routing_table import RoutingTable
 from nanoinfer.engine.packet import AllSections, Header, UploadedSections, column
-from nanoinfer.layers.attention.metadata import DecodeBatch
+from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.lora.adapter_slots import AdapterSlots
 from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
@@ -71,6 +71,9 @@ class DeviceState:
 
     def decode_step(self, batch: DecodeBatch) -> ForwardStep:
         """Return the step that computes the newest tokens of these rows: see `StepTables.decode_step`."""
+        if batch.shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
+            shared = SharedPrefixes(*(column.contiguous() for column in batch.shared_prefixes))
+            batch = batch._replace(shared_prefixes=shared)
         step = self.tables.decode_step(batch)
         return step if self.images is None else self.images.with_rotary_positions(step, batch)
 

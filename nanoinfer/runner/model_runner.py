@@ -133,9 +133,6 @@ class ModelRunner:
 
     def decode(self, batch: DecodeBatch) -> None:
         """Compute the tokens of a batch, from the tables to the logits: a CUDA graph captures it."""
-        if batch.shared_prefixes is not None:  # columns of a packet, unless in a graph; kernels take them contiguous
-            shared = SharedPrefixes(*(column.contiguous() for column in batch.shared_prefixes))
-            batch = batch._replace(shared_prefixes=shared)
         self.forward(self.planned(self.state.decode_step(batch)))
 
     def forward(self, step: ForwardStep) -> Tensor:
