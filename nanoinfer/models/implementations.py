@@ -25,6 +25,10 @@ from nanoinfer.quantization.method_selection import log_widening
 
 logger = logging.getLogger("nanoinfer")
 
+SEEING = {  # whose layers of our own read images
+    f"{name}ForConditionalGeneration"
+    for name in ("Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
+}
 FIRST_VERSION = (4, 57)  # of transformers, whose attention and masks can be replaced as we do
 
 
@@ -112,10 +116,11 @@ def see_images(
 ) -> None:
     """Give a model of our own the part that sees, which is transformers'. Raises ConfigError where it has none."""
     fields = override(read_config_json(folder), options.hf_overrides or {})
-    if "vision_config" not in fields:
+    architecture, _ = read_architecture(Fields(fields), SUPPORTED)
+    if architecture not in SEEING:
         raise ConfigError(
-            f"limit_mm_per_prompt={dict(options.limit_mm_per_prompt or {})} asks for images, and {config.architecture} "
-            "sees none; leave it out"
+            f"limit_mm_per_prompt={dict(options.limit_mm_per_prompt or {})} asks for images, which nanoinfer's layers "
+            f"of {architecture} do not read; leave it out, or try model_impl='transformers' if the model sees any"
         )
     from nanoinfer.models.transformers.image_tower import load_tower  # slow to import
 

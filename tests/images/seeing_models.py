@@ -1,5 +1,6 @@
 """Small random models that see, prompts with images for them, and transformers' own answers."""
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,9 @@ from tests.models.tiny_transformers import Answer, spread_weights, tiny_fields
 
 IMAGE = 250  # the image token's id
 BEGIN, END = 248, 249
+IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 TEXT = {
+    **({} if IS_5 else {"rope_theta": 10000.0}),
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -32,6 +35,7 @@ TEXT = {
 }
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+ROPE_FIELD = "rope_parameters" if IS_5 else "rope_scaling"
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ QWEN_VISION = {
 
 def qwen2_5_vl() -> Any:
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        text_config={**TEXT, ROPE_FIELD: {**ROPE, "mrope_section": [2, 3, 3]}},
         vision_config={**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
         **QWEN_IDS,
     )
@@ -109,7 +113,7 @@ def qwen2_5_vl() -> Any:
 
 def qwen3_vl() -> Any:
     config = transformers.Qwen3VLConfig(
-        text_config={**TEXT, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        text_config={**TEXT, ROPE_FIELD: {**ROPE, "mrope_section": [2, 3, 3]}},
         vision_config={**QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **QWEN_IDS,
     )
@@ -119,7 +123,8 @@ def qwen3_vl() -> Any:
 def gemma3() -> Any:
     """Return a model whose windows are shorter than its images."""
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-    text = {**TEXT, "num_hidden_layers": 3, "layer_types": layer_types, "sliding_window": 12}
+    # transformers 4 lets images see beyond the window.
+    text = {**TEXT, "num_hidden_layers": 3, "layer_types": layer_types, "sliding_window": 12 if IS_5 else 24}
     config = transformers.Gemma3Config(
         vision_config=transformers.SiglipVisionConfig(**VISION, image_size=32, patch_size=8),
         text_config=transformers.Gemma3TextConfig(**text, query_pre_attn_scalar=16),
@@ -134,7 +139,7 @@ def gemma3() -> Any:
 def qwen3_vl_moe() -> Any:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
     config = transformers.Qwen3VLMoeConfig(
-        text_config={**TEXT, **experts, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        text_config={**TEXT, **experts, ROPE_FIELD: {**ROPE, "mrope_section": [2, 3, 3]}},
         vision_config={**QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **QWEN_IDS,
     )
@@ -205,7 +210,7 @@ def of_rules(name: str, picture: Callable[[int], Picture], types: str | None = N
     return Seeing(partial(tiny, f"{name}ForConditionalGeneration", **overrides), picture, types)
 
 
-THREE = {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}}
+THREE = {ROPE_FIELD: {**ROPE, "mrope_section": [3, 3, 2]}}
 PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 CROPPED = {"num_tiles": 5, "num_tokens": 88, "sizes": [64, 64]}
 QWEN_PICTURE = partial(patches, patch_values=48, merge=2)
@@ -219,6 +224,8 @@ MODELS: dict[str, Seeing] = {
     "Gemma3ForConditionalGeneration": Seeing(gemma3, partial(square, size=32, num_tokens=16), "token_type_ids"),
     "SmolVLMForConditionalGeneration": of_rules("SmolVLM", partial(tiles, num_tiles=2, num_tokens=8)),
 }
+if not IS_5:  # transformers 4 has not the one, and writes a config of the other without its class
+    del MODELS["Qwen3_5ForConditionalGeneration"], MODELS["Qwen2_5_VLForConditionalGeneration"]
 OTHERS: dict[str, Seeing] = {  # which take long to test, all together
     "Qwen3VLMoeForConditionalGeneration": Seeing(qwen3_vl_moe, QWEN_PICTURE, "mm_token_type_ids"),
     "AyaVisionForConditionalGeneration": of_rules("AyaVision", partial(square, size=32, num_tokens=4)),
@@ -310,9 +317,11 @@ def own_logits(model: Any, seeing: Seeing, prompt: ProcessedPrompt) -> Tensor:
     """Return a model's logits at each place of a prompt with images, computed without a cache."""
     names = prompt.images[0].tensors if prompt.images else ()
     inputs = {name: padded([image.tensors[name] for image in prompt.images]) for name in names}
-    if prompt.images and seeing.types is not None:
+    if prompt.images and seeing.types in inspect.signature(model.forward).parameters:  # of transformers 5, some
         inputs[seeing.types] = torch.tensor([[int(token_id == IMAGE) for token_id in prompt.token_ids]])
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
-    logits: Tensor = model(input_ids=torch.tensor([prompt.token_ids]), use_cache=False, **inputs).logits[0]
+    ids = torch.tensor([prompt.token_ids])
+    # Without a mask, transformers 4 takes positions that do not grow for the begin of another text.
+    logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs).logits[0]
     return logits.float()

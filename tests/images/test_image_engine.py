@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanoinfer import LLM, ModelError
+import nanoinfer
+from nanoinfer import LLM, ConfigError, ModelError
 from nanoinfer.images.image_engine import ImageEngine
 from nanoinfer.runner.step_images import ImageRows
 from tests.images.seeing_models import (
@@ -171,3 +172,8 @@ def test_proposals_end_where_an_image_would_begin(folder: Path) -> None:
 
         assert_close(answers(run(llm, prompts)), answers_of_transformers(MODEL, folder, prompts, NUM_TOKENS))
         assert max(map(max, proposed)) >= 256  # they would have reached into an image
+
+
+def test_a_model_that_sees_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM do not read; leave it out"):
+        load(nanoinfer.tiny_model_path(), model_impl="auto")

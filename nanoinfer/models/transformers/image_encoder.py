@@ -140,7 +140,7 @@ class TransformersImageEncoder:
                 f"in {self._name}, tokens see other ones than those before them and those of their own image, which is "
                 "not supported; leave images out"
             )
-        return kinds.pop() or ImageSight.CAUSAL if kinds else ImageSight.CAUSAL
+        return ImageSight.WHOLE_IMAGE if ImageSight.WHOLE_IMAGE in kinds else ImageSight.CAUSAL
 
 
 def image_token_id(config: Any) -> int:
