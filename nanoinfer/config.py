@@ -74,6 +74,8 @@ class Range(NamedTuple):
     rule: str
 
 
+# Of max_num_batched_tokens and max_num_seqs: where nobody has chosen others, small GPUs have less.
+DEFAULT_STEP_TOKENS, DEFAULT_ROWS = 16384, 512
 COUNTS = Range(Integral, lambda value: 1 <= value < 2**31, "must be a whole number of at least 1, and below 2**31")
 
 
@@ -124,9 +126,11 @@ class EngineConfig:
         "The most tokens in a sequence, prompt and completion together; if not given, the model's own limit, lowered "
         "to what the KV cache can hold.",
     )
-    max_num_seqs: int = neutral_option(512, "The most sequences that run at the same time.")
+    max_num_seqs: int = neutral_option(DEFAULT_ROWS, "The most sequences that run at the same time.")
     max_num_batched_tokens: int = neutral_option(
-        16384, "The most prompt tokens in one step; longer prompts are computed in chunks."
+        DEFAULT_STEP_TOKENS,
+        "The most prompt tokens in one step; longer prompts are computed in chunks. On a GPU with too little memory "
+        "for them, the defaults of this and of max_num_seqs are lowered.",
     )
     gpu_memory_utilization: float = neutral_option(
         0.9,

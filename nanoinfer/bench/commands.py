@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from nanoinfer.bench.engines import ENGINES, OPTIONS
+from nanoinfer.bench.report import describe_source
 from nanoinfer.bench.workloads import EMBEDDERS, LOADS, SIZES
 from nanoinfer.cli import Layout, add_engine_options
 from nanoinfer.config import DTYPES, QUANTIZATIONS
@@ -161,7 +162,10 @@ def run(args: argparse.Namespace) -> int:
     except NanoinferError as error:
         print(f"nanoinfer bench: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    figures = {"command": sys.argv, "options": options, **figures}
+    if "hardware" in figures:
+        print(describe_source(figures))  # whoever reports a figure of their machine has all that belongs to it
     if getattr(args, "json", None):
-        text = json.dumps({"command": sys.argv, "options": options, **figures}, indent=2, default=str)
+        text = json.dumps(figures, indent=2, default=str)
         args.json.write_text(text + "\n", encoding="utf-8")
     return 0

@@ -149,6 +149,7 @@ def measure_call(load: Load) -> dict[str, float]:
             max_model_len=longest,
             num_blocks=(load.max_num_seqs + 8) * ceil_div(longest, config.kvcache_block_size),
             max_num_seqs=load.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             cache_specs=(FullAttentionSpec(),),
             max_prefix_sharers=0,
             whole_prompts=False,

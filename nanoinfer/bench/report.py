@@ -65,7 +65,8 @@ def describe_source(figures: dict[str, Any]) -> str:
     hardware, versions = figures["hardware"], figures["versions"]
     machine = f"{hardware['cpu']}, {hardware['cpu_cores']} CPU cores"
     if "gpu" in hardware:
-        gpu = f"{hardware['gpu_gib']} GiB, {hardware['gpus_seen']} seen, CUDA {hardware['cuda']}"
+        driver = f", driver {hardware['driver']}" if hardware.get("driver") else ""  # older files have none
+        gpu = f"{hardware['gpu_gib']} GiB, {hardware['gpus_seen']} seen, CUDA {hardware['cuda']}{driver}"
         machine = f"{hardware['gpu']} ({gpu})"
     commit = figures.get("commit") or "unknown"
     parts = [figures.get("date", "date unknown"), f"commit {commit}", machine]
@@ -158,12 +159,20 @@ def describe_machine(device: str) -> dict[str, Any]:
 
         gpu = torch.cuda.get_device_properties(0)
         hardware |= {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / 2**30, 1), "cuda": torch.version.cuda}
-        hardware["gpus_seen"] = torch.cuda.device_count()
+        hardware |= {"gpus_seen": torch.cuda.device_count(), "driver": find_driver()}
     versions = {"python": platform.python_version(), "nanoinfer": nanoinfer_version}
     for package in ("torch", "triton", "transformers", "flash-attn", "nano-vllm", "vllm", "sentence-transformers"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {"date": date.today().isoformat(), "commit": find_commit(), "hardware": hardware, "versions": versions}
+
+
+def find_driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where it cannot be asked for."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None
 
 
 def find_commit(root: Path = Path(__file__).parents[2]) -> str | None:

@@ -74,7 +74,8 @@ class RunnerLimits:
 
     max_model_len: int  # tokens of the longest sequence
     num_blocks: int  # of the KV cache
-    max_num_seqs: int  # rows: as many as were asked for, or fewer where the memory for their states is short
+    max_num_seqs: int  # rows: as many as were asked for, or fewer where memory is short
+    max_num_batched_tokens: int  # of a prefill step: as many as were asked for, or fewer where memory is short
     cache_specs: tuple[CacheGroupSpec, ...]  # what the layers remember of a sequence, in the order of the block tables
     max_prefix_sharers: int  # the most decode rows for which attention can read a shared prefix once; 0 if it cannot
     whole_prompts: bool  # no chunked prefill: a prompt is computed in one step, as an encoder has to
@@ -82,9 +83,10 @@ class RunnerLimits:
     whole_images: bool = False  # whether an image is computed in one step, because its tokens see all of it
     max_row_tokens: int = 1  # the most tokens of a decode row: the newest one, and proposals
 
-    def max_chunk_tokens(self, max_num_batched_tokens: int) -> int:
-        """Return the most tokens of a sequence that one step computes, in prefill or in decode."""
-        return max(max_num_batched_tokens, self.max_row_tokens)
+    @property
+    def max_chunk_tokens(self) -> int:
+        """The most tokens of a sequence that one step computes, in prefill or in decode."""
+        return max(self.max_num_batched_tokens, self.max_row_tokens)
 
 
 def row_sizes(max_row_tokens: int) -> list[int]:

@@ -74,13 +74,13 @@ class LLMEngine(Engine):
             config.enable_prefix_caching,
             limits.cache_specs,
             max_num_seqs=limits.max_num_seqs,
-            max_chunk_tokens=limits.max_chunk_tokens(config.max_num_batched_tokens),
+            max_chunk_tokens=limits.max_chunk_tokens,
         )
         self._routed_experts = RoutedExperts(runner) if config.enable_return_routed_experts else None
         self.scheduler = new_scheduler(
             self.block_manager,
             max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             stop_token_ids=stop_token_ids,
             max_prefix_sharers=limits.max_prefix_sharers,

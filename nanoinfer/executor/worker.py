@@ -78,7 +78,8 @@ def connect_ranks(
     """Connect to the other ranks through a folder that all of them know, and share GPU memory with them."""
     tp = connect(rank, len(devices), devices[rank], shared_folder / "store")
     dtype = select_dtype(config.dtype, model_config.dtype, model_config.prefers_bfloat16, devices[rank])
-    max_tokens = max_step_tokens(config, model_config, config.max_num_seqs)
+    longest = model_config.longest_sequence(config.max_model_len)
+    max_tokens = max_step_tokens(config.max_num_batched_tokens, config.max_num_seqs, longest)
     max_rows = config.max_num_seqs * config.max_row_tokens
     return tp.with_shared_memory(max_rows, max_tokens, model_config.hidden_size, dtype, devices)
 

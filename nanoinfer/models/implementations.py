@@ -3,6 +3,7 @@
 import logging
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.interface import Model
 from nanoinfer.models.native_config import read_native_folder
 from nanoinfer.quantization.cpu_products import prepack_products
-from nanoinfer.quantization.method_selection import log_widening
+from nanoinfer.quantization.method_selection import ROUNDED_AT_LOAD, has_fewer_bits, log_widening
 
 logger = logging.getLogger("nanoinfer")
 
@@ -72,6 +73,36 @@ def uses_transformers(folder: Path, options: EngineConfig) -> bool:
             "installed; upgrade it"
         )
     return True
+
+
+def make_on_meta(
+    config: BaseModelConfig, max_positions: int, backends: AttentionBackends, tp: TensorParallel
+) -> Model | None:
+    """Return a model of our own layers on the device "meta", which takes no memory; None for one of transformers."""
+    if not isinstance(config, ModelConfig):
+        return None
+    with torch.device("meta"), default_dtype(backends.dtype):
+        return get_model_class(config.architecture)(config, max_positions, backends, tp)
+
+
+def weight_bytes(model: Any) -> int:
+    """Return what the weights of a model take. model: an nn.Module, as all models are."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def bytes_in_4_bits(model: Any, config: BaseModelConfig) -> int | None:
+    """Return what the weights of a model would take with quantization="int4"; None where that is not for them."""
+    if not isinstance(config, ModelConfig) or config.quantization is not None:
+        return None
+    try:
+        config.check("int4")
+    except ModelError:
+        return None
+    total, in_4_bits = weight_bytes(model), ROUNDED_AT_LOAD["int4"]
+    for name, module in model.named_modules():
+        if name.startswith("model.layers.") and has_fewer_bits(in_4_bits, name, module):
+            total -= int(module.weight.nbytes - module.weight.numel() * in_4_bits.weight_bits / 8)
+    return total
 
 
 def load(

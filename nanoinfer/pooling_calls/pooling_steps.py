@@ -105,7 +105,7 @@ class PoolingSteps:
 
     def _is_whole(self, request: PreparedRequest) -> bool:
         """Return whether a step takes all of a text."""
-        return len(request.token_ids) <= self._engine.config.max_num_batched_tokens
+        return len(request.token_ids) <= self._engine.scheduler.max_num_batched_tokens
 
     def _launch(self) -> None:
         """Start a step of the first texts that wait, as many as it takes."""
@@ -115,7 +115,7 @@ class PoolingSteps:
         while self._waiting and len(texts) < runner.limits.max_num_seqs:
             size = len(self._waiting[0].prepared.token_ids)
             num_tokens, num_blocks = num_tokens + size, num_blocks + ceil_div(size, block_size)
-            if texts and (num_tokens > config.max_num_batched_tokens or num_blocks > runner.limits.num_blocks):
+            if texts and (num_tokens > runner.limits.max_num_batched_tokens or num_blocks > runner.limits.num_blocks):
                 num_tokens -= size
                 break
             texts.append(self._waiting.popleft())

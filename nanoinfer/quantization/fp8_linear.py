@@ -30,7 +30,7 @@ from nanoinfer.ops.common.fp8_format import (
     RowFormat,
 )
 from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
-from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight, fp8_product, quantize_rows, quantize_weight
+from nanoinfer.ops.fp8.spec import fit_weight, fp8_product, quantize_rows, quantize_weight, widen_weight
 from nanoinfer.quantization.linear_method import (
     MATRIX,
     PER_OUTPUT,
@@ -165,7 +165,7 @@ class Fp8WeightOnlyMethod(LinearMethod):
         return kind, tensor
 
     def wide_weight(self, layer: Any) -> Tensor:
-        return dequantize_weight(layer.weight, self.scales(layer)).to(self.dtype)
+        return widen_weight(layer.weight, self.scales(layer), self.dtype)
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
         if param is layer.weight and (full.dtype == FP8) != self.config.in_checkpoint:

@@ -52,9 +52,12 @@ class DeviceRunner:
         self._sleep_level = 1  # of the last sleep
         self.adapters: RankAdapters | None = None  # with enable_lora
         self._held_images = HeldImages()
+        self._memory_use: memory.MemoryUse | None = None  # of a GPU, as far as it was measured
         try:
             with computing(self.device, num_threads=None):
                 self._set_up(folder)
+        except memory.TooLittleMemoryError as error:
+            raise ConfigError(f"{error}{self._explain_memory()}") from None
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -62,6 +65,7 @@ class DeviceRunner:
                 f"{self.device} has too little memory for the model of {folder / 'config.json'} and the largest step "
                 f"({error}); lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs="
                 f"{config.max_num_seqs}, free the memory that other programs hold, or use a smaller model"
+                f"{self._explain_memory()}"
             ) from error
 
     @property
@@ -168,23 +172,66 @@ class DeviceRunner:
         """Load the model, size and allocate what steps need beside it, capture the graphs."""
         setup, started = self.setup, time.perf_counter()
         free_at_start = setup.free_at_start()
+        self._memory_use = setup.memory_use(free_at_start) if setup.counts_memory else None
         self.model = setup.load_model(folder)
         self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
         self._num_threads = setup.num_step_threads(self.model)
         self.adapters = setup.make_adapters(self.model)
         self.limits = setup.limits_without_cache(free_at_start, self.model.image_encoder)
         loaded = time.perf_counter()
-        buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), memory.CPU_CACHE_BYTES
-        if self.device.type == "cuda":
-            self._allocate(buffers)
-            free_bytes = setup.measure_free_bytes(self.model_runner, self.limits, free_at_start)
+        if setup.counts_memory:
+            buffers, free_bytes = self._measure(free_at_start)
+        else:
+            buffers, free_bytes = setup.allocate_buffers(self.model, self.limits), memory.CPU_CACHE_BYTES
         self.limits = setup.limits_with_cache(self.limits, free_bytes)
         self._allocate(buffers)
         sized = time.perf_counter()
         self._capture_graphs()
         seconds = {"weights": loaded - started, "warm-up": sized - loaded, "graphs": time.perf_counter() - sized}
-        description = setup.describe(self.model_runner.state.kv_cache, self._num_threads)
+        description = setup.describe(self.model_runner.state.kv_cache, self.limits, self._num_threads)
         self.info = RunnerInfo(self.device, setup.dtype, description, seconds)
+
+    def _measure(self, free_at_start: int) -> tuple[StepBuffers, int]:
+        """Find out what is left for the cache, with smaller steps than by default where that is too little.
+
+        Returns what such steps need whatever the size of the cache, and the bytes for the cache.
+        """
+        wanted = self.limits
+        while True:
+            try:
+                measured = self._measure_steps(free_at_start)
+            except (memory.TooLittleMemoryError, torch.OutOfMemoryError) as error:
+                smaller = self.setup.smaller_steps(self.limits)
+                if smaller is None or (self.tp.size > 1 and isinstance(error, torch.OutOfMemoryError)):
+                    raise  # the other ranks have not run out, and would wait for this one
+                self.limits = smaller
+            else:
+                memory.log_smaller_steps(wanted, self.limits)
+                return measured
+            self._free_all_but_weights()
+
+    def _measure_steps(self, free_at_start: int) -> tuple[StepBuffers, int]:
+        """Measure with these limits. Raises TooLittleMemoryError where smaller steps would leave more to the cache."""
+        setup = self.setup
+        buffers = setup.allocate_buffers(self.model, self.limits)
+        self._allocate(buffers)
+        self._memory_use = setup.measure_memory_use(self.model_runner, self.limits, free_at_start)
+        free_bytes = self._memory_use.free
+        if not setup.holds_enough(self.limits, free_bytes) and setup.smaller_steps(self.limits) is not None:
+            raise memory.TooLittleMemoryError(f"{free_bytes} bytes hold too few tokens")
+        return buffers, free_bytes
+
+    def _explain_memory(self) -> str:
+        """Return what an error of too little memory says beside the error: of a GPU, what would fit."""
+        if self._memory_use is None:
+            return ""
+        from nanoinfer.runner.what_fits import explain
+
+        try:
+            model = self.model if hasattr(self, "model") else self.setup.model_without_weights()
+        except RuntimeError:  # sizes beyond any address
+            model = None
+        return "" if model is None else f". {explain(self.setup, model, self._memory_use)}"
 
     def _allocate(self, buffers: StepBuffers) -> None:
         """Take the memory of cache and tables, and make what runs steps with it."""

@@ -29,7 +29,7 @@ from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.execution import PrefillGraphs, sizes_to_measure
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.images import ImageEncoder, ImageSight
-from nanoinfer.models.implementations import load
+from nanoinfer.models.implementations import load, make_on_meta
 from nanoinfer.models.interface import Model
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import (
@@ -100,6 +100,11 @@ class Setup:
         assert self.model_config.pooling is not None, "the folder was read, and with it how the model pools"
         return self.model_config.pooling
 
+    @property
+    def counts_memory(self) -> bool:
+        """Whether the device's memory sizes the cache: a GPU's does; a CPU's is taken as it is used."""
+        return self.device.type == "cuda"
+
     def uses_graphs(self) -> bool:
         """Return whether steps of the loaded model are captured."""
         return self.device.type == "cuda" and not self.config.enforce_eager and not self.backends.needs_host
@@ -111,6 +116,10 @@ class Setup:
     def load_model(self, folder: Path) -> Model:
         """Return the model with its weights, or random ones, on the device."""
         return load(self.model_config, self.config, folder, self.longest_sequence, self.backends, self.tp)
+
+    def model_without_weights(self) -> Model | None:
+        """Return the model with tensors that have shapes alone; None for one of transformers."""
+        return make_on_meta(self.model_config, self.longest_sequence, self.backends, self.tp)
 
     def load_dense(self) -> list[DenseLayer]:
         """Return the layers after pooling."""
@@ -130,32 +139,38 @@ class Setup:
 
     def free_at_start(self) -> int:
         """Return the bytes of a GPU that are free before the engine takes any; none on a CPU."""
-        is_cuda = self.device.type == "cuda"
-        return (torch.cuda.mem_get_info(self.device)[0] if is_cuda else 0) + self.tp.num_shared_bytes
+        return (memory.free_bytes(self.device) if self.counts_memory else 0) + self.tp.num_shared_bytes
+
+    def memory_use(self, free_at_start: int) -> memory.MemoryUse:
+        """Return what a GPU grants to the engine, and what is loaded."""
+        return memory.memory_use(self.config.gpu_memory_utilization, free_at_start, self.device)
 
     def limits_without_cache(self, free_at_start: int, encoder: ImageEncoder | None) -> RunnerLimits:
         """Return the limits of a loaded model before its cache is sized, with one block of it.
 
-        Rows are fewer than were asked for, where their recurrent states would take too much.
+        Rows are fewer than were asked for, where their recurrent states would take too much. Sequences are no longer
+        than all the memory that is left holds, so that no table has room for longer ones. Raises TooLittleMemoryError
+        where no block fits beside the weights.
         """
-        max_num_seqs = self.config.max_num_seqs
+        max_num_seqs, free_bytes = self.config.max_num_seqs, memory.CPU_CACHE_BYTES
+        if self.counts_memory:
+            free_bytes = self.tp.minimum(self.memory_use(free_at_start).free, self.device)
         cache_specs: tuple[CacheGroupSpec, ...] = self.kv_cache_layout.cache_specs
         # As many as are asked for, and the layers of the loaded model take.
         max_row_tokens = min(self.config.max_row_tokens, self.backends.max_row_tokens or self.config.max_row_tokens)
         state_layout = self.state_layout(max_row_tokens)
         if state_layout is not None:
-            num_kept, free_bytes = 0, memory.CPU_CACHE_BYTES
-            if self.device.type == "cuda":
-                free_bytes = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
-                free_bytes = self.tp.minimum(free_bytes, self.device)
+            num_kept = 0
+            if self.counts_memory:
                 max_num_seqs = state_layout.max_rows(max_num_seqs, free_bytes)
             if self.config.enable_prefix_caching:
                 num_kept = state_layout.num_snapshots(max_num_seqs, free_bytes)
             cache_specs += (RecurrentStateSpec(num_kept),)
-        return RunnerLimits(
+        limits = RunnerLimits(
             max_model_len=self.longest_sequence,
             num_blocks=1,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
             cache_specs=cache_specs,
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
@@ -163,16 +178,51 @@ class Setup:
             whole_images=encoder is not None and encoder.sight is ImageSight.WHOLE_IMAGE,
             max_row_tokens=max_row_tokens,
         )
+        if not self.counts_memory or self.config.num_kvcache_blocks is not None:
+            return limits
+        self.num_blocks_in(free_bytes)
+        if self.config.max_model_len is not None:
+            return limits
+        longest = max(self.config.kvcache_block_size, self.capacity(limits, free_bytes))
+        return replace(limits, max_model_len=min(limits.max_model_len, longest))
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page of the cache takes, and what it has beside keys and values."""
+        block_size = self.config.kvcache_block_size
+        moe = self.model_config.moe if self.config.enable_return_routed_experts else None
+        routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
+        return page_bytes(self.kv_cache_layout, block_size, self.kv_cache_dtype) + routing_bytes
+
+    def num_blocks_in(self, free_bytes: int) -> int:
+        """Return how many pages a cache of so many bytes has. Raises TooLittleMemoryError if a block has none."""
+        least = self.kv_cache_layout.num_pages_of(1)
+        return memory.num_blocks_in(free_bytes, self.page_bytes, least, self.config.kvcache_block_size)
+
+    def capacity(self, limits: RunnerLimits, free_bytes: int) -> int:
+        """Return how many tokens the longest sequence has that a cache of so many bytes holds."""
+        num_pages = free_bytes // self.page_bytes
+        return self.kv_cache_layout.max_tokens(num_pages, self.config.kvcache_block_size, limits.max_chunk_tokens)
+
+    def holds_enough(self, limits: RunnerLimits, free_bytes: int) -> bool:
+        """Return whether a cache of so many bytes holds as many tokens as a step has, and a sequence of usual length.
+
+        Where the user says how long sequences are, it is one of that length.
+        """
+        sequence = min(self.longest_sequence, self.config.max_model_len or memory.USUAL_TOKENS)
+        capacity = self.capacity(limits, self.tp.minimum(free_bytes, self.device))
+        return capacity >= max(sequence, self.max_step_tokens(limits))
+
+    def smaller_steps(self, limits: RunnerLimits) -> RunnerLimits | None:
+        """Return limits of smaller steps, which leave more memory to the cache; None if steps cannot be smaller."""
+        return None if self.config.num_kvcache_blocks is not None else memory.smaller_steps(limits, self.config)
 
     def limits_with_cache(self, limits: RunnerLimits, free_bytes: int) -> RunnerLimits:
         """Return these limits with a cache of so many bytes, or of as many blocks as the user wants."""
         block_size, num_blocks = self.config.kvcache_block_size, self.config.num_kvcache_blocks
         layout = self.kv_cache_layout
         if num_blocks is None:
-            moe = self.model_config.moe if self.config.enable_return_routed_experts else None
-            routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
-            num_bytes = page_bytes(layout, block_size, self.kv_cache_dtype) + routing_bytes
-            num_blocks = memory.num_blocks_in(free_bytes, num_bytes, layout.num_pages_of(1), block_size)
+            num_blocks = self.num_blocks_in(free_bytes)
             if limits.whole_prompts:
                 # Blocks serve one step, while the next is planned: as many as two steps need suffice.
                 blocks_of_step = ceil_div(self.max_step_tokens(limits), block_size) + limits.max_num_seqs
@@ -180,18 +230,18 @@ class Setup:
         else:
             num_blocks = layout.num_pages_of(num_blocks)
         num_blocks = self.tp.minimum(num_blocks, self.device)
-        max_chunk_tokens = limits.max_chunk_tokens(self.config.max_num_batched_tokens)
-        capacity = layout.max_tokens(num_blocks, block_size, max_chunk_tokens)
+        # The tables that were measured have room for no more than the first of these.
+        capacity = min(limits.max_model_len, layout.max_tokens(num_blocks, block_size, limits.max_chunk_tokens))
         max_model_len = memory.resolve_max_model_len(
             self.config.max_model_len, self.longest_sequence, capacity, num_blocks, block_size
         )
         return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
     def max_step_tokens(self, limits: RunnerLimits) -> int:
-        return memory.max_step_tokens(self.config, self.model_config, limits.max_num_seqs)
+        return memory.max_step_tokens(limits.max_num_batched_tokens, limits.max_num_seqs, self.longest_sequence)
 
-    def measure_free_bytes(self, runner: ModelRunner, limits: RunnerLimits, free_at_start: int) -> int:
-        """Return what gpu_memory_utilization leaves for the cache beside weights, tables, the largest step and graphs.
+    def measure_memory_use(self, runner: ModelRunner, limits: RunnerLimits, free_at_start: int) -> memory.MemoryUse:
+        """Return what gpu_memory_utilization grants, and what weights, tables, the largest step and graphs take of it.
 
         Runs such steps, and captures some graphs of decode and of small prefill steps; kernels are compiled on the way.
         """
@@ -203,8 +253,7 @@ class Setup:
         if small_prefill_graphs is not None:
             capture, sizes = small_prefill_graphs.graphs_of, small_prefill_graphs.sizes
             graph_bytes += memory.measure_graph_bytes(capture, sizes, len(sizes), self.device)
-        granted = memory.grantable_bytes(self.config.gpu_memory_utilization, free_at_start, self.device)
-        return granted - step_bytes - graph_bytes
+        return replace(self.memory_use(free_at_start), step=step_bytes, graphs=graph_bytes)
 
     def run_largest_prefills(self, runner: ModelRunner, limits: RunnerLimits) -> None:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
@@ -246,7 +295,7 @@ class Setup:
         """Return what steps need whatever the size of the cache."""
         graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
         # If the rows or their lengths limit steps, and not the token budget, hardly any step has exactly max_tokens.
-        captures_largest = max_tokens == self.config.max_num_batched_tokens
+        captures_largest = max_tokens == limits.max_num_batched_tokens
         if self.uses_graphs() and not self.config.enable_return_routed_experts:
             graphs = model.prefill_graphs(max_tokens, captures_largest)
         max_logits = limits.max_num_seqs * limits.max_row_tokens
@@ -312,9 +361,9 @@ class Setup:
             )
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_threads)
 
-    def describe(self, kv_cache: KVCache, num_threads: int | None) -> str:
+    def describe(self, kv_cache: KVCache, limits: RunnerLimits, num_threads: int | None) -> str:
         """Say what was loaded, for the log. num_threads: of a CPU's steps; None for PyTorch's own number."""
-        num_blocks, block_size, chunk = kv_cache.num_blocks, kv_cache.block_size, self.config.max_num_batched_tokens
+        num_blocks, block_size, chunk = kv_cache.num_blocks, kv_cache.block_size, limits.max_num_batched_tokens
         on_cpu = self.device.type == "cpu"  # which gives the cache memory as it is first written
         up_to = "up to " if on_cpu else ""
         threads = f", CPU threads: {num_threads or torch.get_num_threads()}" if on_cpu else ""

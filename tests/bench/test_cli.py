@@ -59,6 +59,7 @@ def test_a_run_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "default, seed 0: 3 requests, 792 tokens in, 15 out" in printed
     assert "seed 1" in printed
     assert "prefix cache: 512 of 792 prompt tokens found (64.6%), 280 computed" in printed
+    assert re.search(r"^20\d\d-.* CPU cores, python .*, torch .*, `nanoinfer .*`$", printed, re.M)
     assert figures["options"]["num_seqs"] == 3
     assert figures["hardware"]["cpu_cores"] >= 1
     assert {"python", "torch"} <= figures["versions"].keys()
@@ -270,7 +271,9 @@ def test_other_checkouts_are_timed_in_turns(tmp_path: Path, capfd: pytest.Captur
     num_blocks = figures["num_blocks"].pop(str(package.parent))
     assert num_blocks > 0
     assert figures["num_blocks"] == {str(other): None}
-    assert [line for line in captured.out.splitlines() if not line.startswith(" ")] == [
+    *lines, source = (line for line in captured.out.splitlines() if not line.startswith(" "))
+    assert source.startswith(f"{figures['date']}, commit ")
+    assert lines == [
         f"{package.parent}: num_blocks {num_blocks}",
         f"{other}: num_blocks unknown",
         "short, 64 requests: median seconds, speed, and the runs",

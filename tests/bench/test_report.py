@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoinfer.__main__ import main
-from nanoinfer.bench.report import describe_machine, find_commit
+from nanoinfer.bench.report import describe_machine, find_commit, find_driver
 
 LOAD = {"num_seqs": 4, "input_len": [8, 16], "output_len": [5, 5], "shared_prefix": 0, "num_samples": 1}
 H200 = {"cpu": "x86_64", "cpu_cores": 16, "gpu": "NVIDIA H200", "gpu_gib": 139.8, "cuda": "13.0", "gpus_seen": 1}
@@ -46,6 +46,22 @@ def test_the_table_has_the_median_and_all_runs_of_each_load(tmp_path: Path, caps
         "1. 2026-11-23, commit abc1234, NVIDIA H200 (139.8 GiB, 1 seen, CUDA 13.0), python 3.12.3, torch 2.11.0, "
         "`nanoinfer bench loads small --runs 3`\n"
     )
+
+
+def test_a_gpu_is_named_with_its_memory_and_its_driver(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho 580.95.05\n")
+    nvidia_smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_driver() == "580.95.05"
+    with monkeypatch.context() as patch:
+        patch.setitem(H200, "driver", "580.95.05")
+        assert report(write(tmp_path / "one.json", loads(20_000))) == 0
+    assert "NVIDIA H200 (139.8 GiB, 1 seen, CUDA 13.0, driver 580.95.05), " in capsys.readouterr().out
+    nvidia_smi.unlink()
+    assert find_driver() is None
 
 
 def test_several_files_make_one_table_and_each_line_names_its_source(

@@ -1,4 +1,4 @@
-"""The engines whose kernels `test_compilation.py` compiles and `test_chosen_kernels.py` lists."""
+"""The engines whose kernels `test_compilation.py` compiles, and of the first ones `test_chosen_kernels.py` a list."""
 
 from typing import Any
 
@@ -17,9 +17,12 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": True}
 LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}  # fewer than by default: states take memory
+FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES},
     "Qwen3-MoE": {"architectures": ["Qwen3MoeForCausalLM"], **SIZES, **EXPERTS},
+    "Qwen3-FP8": {"architectures": ["Qwen3ForCausalLM"], **SIZES, **FP8_BLOCKS},
+    "Qwen3-MoE-FP8": {"architectures": ["Qwen3MoeForCausalLM"], **SIZES, **EXPERTS, **FP8_BLOCKS},
     "Gemma 3": {
         "architectures": ["Gemma3ForCausalLM"],
         **SIZES,
@@ -107,4 +110,29 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "Ampere, sinks, MXFP4, int8 cache": (86, "gpt-oss", {"kv_cache_dtype": "int8"}),
     "Hopper, adapters": (90, "Qwen3", {"enable_lora": True, "max_loras": 4}),
     "Ampere, adapters of rank 256": (86, "Qwen3", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 256}),
+}
+# Further cases, on the GPUs that people own: an RTX 3090 (8.6), a 4090 (8.9) and a 5090 (12.0). Not in the list.
+CARDS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "RTX 50, 16 bits": (120, "Qwen3", {}),
+    "RTX 50, 16 bits, heads of 256, int8 cache": (120, "Gemma 3", {"kv_cache_dtype": "int8"}),
+    "RTX 50, soft caps": (120, "Gemma 2", {}),
+    "RTX 50, FP8": (120, "Qwen3", {**FP8, "kv_cache_dtype": "fp8"}),
+    "RTX 50, FP8 in blocks": (120, "Qwen3-FP8", {}),
+    "RTX 50, 4 bits, int8 cache": (120, "Qwen3", {"quantization": "int4", "kv_cache_dtype": "int8"}),
+    "RTX 50, experts": (120, "Qwen3-MoE", {}),
+    "RTX 50, FP8 experts, int8 cache": (120, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "int8"}),
+    "RTX 50, FP8 experts in blocks": (120, "Qwen3-MoE-FP8", {}),
+    "RTX 50, experts in 4 bits": (120, "Qwen3-MoE", {"quantization": "int4"}),
+    "RTX 50, sinks, MXFP4, FP8 cache": (120, "gpt-oss", {"kv_cache_dtype": "fp8"}),
+    "RTX 50, linear attention, FP8": (120, "Qwen3.5", FP8),
+    "RTX 50, a shared expert with a gate": (120, "Qwen3.5-MoE", {}),
+    "RTX 50, experts scored by sigmoids, FP8": (120, "GLM-4.5", FP8),
+    "RTX 50, adapters of rank 256": (120, "Qwen3", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 256}),
+    "RTX 40, sinks, MXFP4": (89, "gpt-oss", {}),
+    "RTX 40, FP8 in blocks": (89, "Qwen3-FP8", {}),
+    "RTX 40, FP8 experts in blocks": (89, "Qwen3-MoE-FP8", {}),
+    "RTX 40, linear attention, a shared expert with a gate, FP8": (89, "Qwen3.5-MoE", FP8),
+    "RTX 30, heads of 256": (86, "Gemma 3", {}),
+    "RTX 30, FP8 that is widened": (86, "Qwen3-FP8", {}),
+    "RTX 30, FP8 experts that are widened": (86, "Qwen3-MoE", FP8),
 }

@@ -5,7 +5,7 @@
 An engine on a CPU runs the step that is measured at load, and decode steps of all sizes of CUDA graphs. Wherever it
 would launch a kernel on a GPU, the kernel is compiled, and its specification computes the result; slow ones are left
 out, as no kernel is chosen by values. Prints a line of JSON for each kernel: its name, the shared memory of a program
-in bytes, and the seconds of its compilation.
+in bytes, whether products and sums are fused, and the seconds of its compilation.
 """
 
 import functools
@@ -42,7 +42,7 @@ ZEROS: dict[str, Callable[..., torch.Tensor]] = {
         *words.shape[:-1], 8 * words.shape[-1], dtype=dtype
     ),
 }
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}  # of an A100, an RTX 3090, an RTX 4090, an H200
+MULTIPROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 120: 170}  # A100, RTX 3090, 4090, H200, 5090
 
 
 class AbsentGpu:
@@ -79,7 +79,11 @@ def compile_instead_of_launching() -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if id(kernel) not in known:
             known.add(id(kernel))
-            figures = {"shared": kernel.metadata.shared, "seconds": time.perf_counter() - started}
+            figures = {
+                "shared": kernel.metadata.shared,
+                "fuses": kernel.metadata.enable_fp_fusion,
+                "seconds": time.perf_counter() - started,
+            }
             sys.stdout.write(json.dumps({"kernel": self.fn.__name__, **figures}) + "\n")  # threads may write, too
             sys.stdout.flush()
 
@@ -103,10 +107,11 @@ def pretend(gpu: AbsentGpu) -> None:
     driver.set_active(gpu)
     dispatch.op = with_kernel
     programmatic_launch.overlap_options = lambda _device: (
-        {"OVERLAP": True, "launch_pdl": True} if gpu.is_hopper else {"OVERLAP": False}
+        {"OVERLAP": True, "launch_pdl": True} if gpu.capability >= 90 else {"OVERLAP": False}
     )
     device_properties.num_multiprocessors = lambda _device: MULTIPROCESSORS[gpu.capability]
     device_properties.has_large_shared_memory = lambda _device: gpu.is_hopper
+    device_properties.has_rowwise_scaled_mm = lambda _device: gpu.is_hopper
     device_properties.has_hopper_kernels = lambda _device: gpu.is_hopper
 
     from nanoinfer.layers.attention import backend_selection

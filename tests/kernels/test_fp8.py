@@ -1,5 +1,7 @@
 """The FP8 kernels in Triton's interpreter against their specifications. Compiled: tests/gpu/test_fp8_gpu.py."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +41,23 @@ FORMATS = {
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --- weights that are widened ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter cuts off bfloat16
+@pytest.mark.parametrize("block_size", [None, 128])
+@pytest.mark.parametrize("shape", [(200, 300), (3, 129, 128), (1, 16)], ids=str)
+def test_a_weight_is_widened_to_the_last_bit(
+    shape: tuple[int, ...], block_size: int | None, dtype: torch.dtype
+) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)  # all there are: subnormal ones, -0 and NaN, too
+    weight = numbers.view(torch.uint8).repeat(math.prod(shape) // 256 + 1)[: math.prod(shape)].view(FP8).view(shape)
+    _, scales = quantize_weight(randn(*shape), block_size)
+    actual, expected = fp8_kernels.widen_weight(weight, scales, dtype), fp8.widen_weight(weight, scales, dtype)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(actual.signbit(), expected.signbit())
 
 
 # --- rows ---

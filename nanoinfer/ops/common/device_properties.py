@@ -24,6 +24,15 @@ def has_fp8_products(device: torch.device) -> bool:
 
 
 @cache
+def has_rowwise_scaled_mm(device: torch.device) -> bool:
+    """Return whether `torch._scaled_mm` takes a scale for each row: on data-center GPUs from Hopper on.
+
+    Ada and RTX 50 GPUs (8.9, 12.0) multiply FP8 too, but builds of PyTorch may lack the kernel for such scales there.
+    """
+    return compute_capability(device)[0] in (9, 10)
+
+
+@cache
 def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether kernels for Hopper GPUs run: the device is one, and this Triton has the Gluon that we write."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):

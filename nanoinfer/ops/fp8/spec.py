@@ -91,6 +91,12 @@ def dequantize_weight(weight: Tensor, scales: Tensor) -> Tensor:
     return weight.float() * spread_blocks(scales, *weight.shape[-2:])
 
 
+@op
+def widen_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in `dtype`, contiguous. weight, scales: as `dequantize_weight` takes them, contiguous."""
+    return dequantize_weight(weight, scales).to(dtype)
+
+
 def dequantize_rows(rows: QuantizedRows) -> Tensor:
     """Return rows in float32."""
     size = rows.values.shape[1]

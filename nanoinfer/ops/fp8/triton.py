@@ -12,9 +12,12 @@ The product:
 - Many tokens are bound by reading them again for each tile of columns, so that tiles are large.
 - The tensor cores add up FP8 products with about 14 bits. That makes sums of 4,096 random values wrong by 0.13%,
   and of 12,288 by 0.26%; rounding the factors costs 3.7%. So a sum stays in the tensor cores until its scale changes.
-- Where rows have one scale each, PyTorch multiplies more than `MAX_SMALL_STEP` tokens. It is faster then.
+- GPUs without products in FP8 cannot convert it either, so a kernel puts the bits of a weight where float16 has them.
+- Where rows have one scale each, PyTorch multiplies more than `MAX_SMALL_STEP` tokens, on GPUs where it can. It is
+  faster then.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,13 +26,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.integers import ceil_div
-from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
+from nanoinfer.ops.common.device_properties import has_large_shared_memory, has_rowwise_scaled_mm, next_power_of_2
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE, MAX_SMALL_STEP, RowFormat, group_size_of
 from nanoinfer.ops.common.math import e4m3_scale, to_e4m3
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 
 MAX_TILE = 1024  # values for each program, where rows are cut
 STEPS_AHEAD = 4  # along K, whose weights a program asks for while it waits for the activations; a power of two
+WIDE_LINES = 32  # of a weight that is widened, for each program
 TILES_IN_A_BAND = 8  # tiles of tokens that run at the same time, so that they share the weights in the cache
 
 
@@ -283,6 +287,55 @@ def _fp8_product_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_lines"])
+def _widen_fp8_kernel(
+    weight_ptr,  # uint8
+    scales_ptr,
+    out_ptr,
+    num_lines,  # rows of all experts
+    num_rows: tl.constexpr,  # of one
+    depth: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a block's
+):
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    scale_place = line
+    if BLOCKS:
+        block_row = line // num_rows * tl.cdiv(num_rows, COLUMNS) + line % num_rows // COLUMNS
+        scale_place = block_row * tl.cdiv(depth, COLUMNS) + tl.program_id(1)
+    mask = (line < num_lines)[:, None] & (column < depth)[None, :]
+    place = line[:, None] * depth + column[None, :]
+    bits = tl.load(weight_ptr + place, mask=mask, other=0).to(tl.int16)
+    scales = tl.load(scales_ptr + scale_place, mask=line < num_lines, other=0.0)
+    # float16 has one more bit for the exponent, counted from 15 instead of 7: the same bits mean 2**-8 times as much.
+    size = ((bits & 127) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    size = tl.where((bits & 127) == 127, float("nan"), size)
+    wide = tl.where((bits & 128) != 0, -size, size) * scales[:, None]
+    tl.store(out_ptr + place, wide.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def widen_weight(weight, scales, dtype):
+    assert weight.is_contiguous(), f"the weight must be contiguous, strides {weight.stride()}"
+    assert scales.is_contiguous(), f"scales must be contiguous, strides {scales.stride()}"
+    *experts, num_rows, depth = weight.shape
+    num_lines = math.prod(experts) * num_rows
+    out = torch.empty_like(weight, dtype=dtype)
+    _widen_fp8_kernel[(ceil_div(num_lines, WIDE_LINES), ceil_div(depth, GROUP_SIZE))](
+        weight.view(torch.uint8),
+        scales,
+        out,
+        num_lines,
+        num_rows=num_rows,
+        depth=depth,
+        BLOCKS=scales.dim() == weight.dim(),
+        LINES=WIDE_LINES,
+        COLUMNS=GROUP_SIZE,
+    )
+    return out
+
+
 class Tiling(NamedTuple):
     """Says how a product is cut: the tile of a program, its operands' order, how much of them is read ahead."""
 
@@ -344,8 +397,9 @@ def fp8_product(x, x_scales, weight, weight_scales, bias, dtype, num_splits=1):
 
 def _suits_pytorch(num_tokens: int, weight: Tensor, dtype: torch.dtype, has_parts: bool) -> bool:
     """Return whether torch._scaled_mm can compute a product, and there are enough tokens for it."""
-    is_even = all(size % 16 == 0 for size in weight.shape)
-    return num_tokens > MAX_SMALL_STEP and weight.is_cuda and dtype == torch.bfloat16 and is_even and not has_parts
+    if num_tokens <= MAX_SMALL_STEP or has_parts or dtype != torch.bfloat16 or not weight.is_cuda:
+        return False
+    return has_rowwise_scaled_mm(weight.device) and all(size % 16 == 0 for size in weight.shape)
 
 
 def choose_tiling(num_tokens: int, device: torch.device) -> Tiling:
