@@ -45,6 +45,13 @@ class ImageEncoder(Protocol):
     def encode(self, images: Sequence[ImageContent]) -> list[Tensor]:
         """Return what is read in the place of each image, (1 + num_levels, num_tokens, hidden_size)."""
 
+    @property
+    def num_levels(self) -> int:
+        """After how many of the language model's first layers something is added."""
+
+    def encode_largest(self, num_values: int) -> object:
+        """Encode images whose inputs have about so many values together, to find out how much memory that takes."""
+
     def may_join(self, one: ImageContent, other: ImageContent) -> bool:
         """Return whether two images can be encoded in one call."""
 

@@ -259,6 +259,7 @@ class Setup:
         """Run prefill steps that need as much memory as any, in the longest sequences, and sample for all rows."""
         rows, adapters = torch.arange(limits.max_num_seqs, device=self.device), runner.state.adapters
         sizes = sizes_to_measure(self.max_step_tokens(limits), self.tp)
+        of_images = None if runner.state.images is None else runner.state.images.reserve_largest()
         for num_tokens, uses_adapters in product(sizes, (True, False) if adapters else (False,)):
             if adapters is not None:
                 adapters.are_used = uses_adapters
@@ -270,6 +271,7 @@ class Setup:
             # for users who never ask for it.
             torch.empty(runner.state.sampler.scratch_bytes, dtype=torch.uint8, device=self.device)
             del step, hidden  # until here, as in a step of a user's
+        del of_images
 
     def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
         shares_prefixes = limits.max_prefix_sharers > 1 and self.config.enable_prefix_caching
@@ -356,7 +358,9 @@ class Setup:
                 held_images,
                 vocab_size=self.model_config.vocab_size,
                 num_rows=limits.max_num_seqs + 1,
-                max_tokens=2 * self.max_step_tokens(limits),
+                max_tokens=self.max_step_tokens(limits),
+                hidden_size=self.model_config.hidden_size,
+                dtype=self.dtype,
                 device=self.device,
             )
         return ModelRunner(model, state, self.backends, self.tp, self.device, num_threads)

@@ -7,6 +7,7 @@ Images are encoded when a step first computes one of their tokens. What was made
 have ended, or until others need the room; then it is made again.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from nanoinfer.device import numbers_to_device
 from nanoinfer.engine.packet import AllSections
+from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.image_attention import SeenImage
 from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.images import ImageContent, ImageEncoder, ImageSight, StepImages
 
 MAX_VALUES_AT_ONCE = 2**24  # inputs of one call to encode: of three pictures of 1,024 x 768 with Qwen3-VL
+
+logger = logging.getLogger("nanoinfer")
 
 
 class HeldImages(dict[int, ImageContent]):
@@ -56,7 +60,7 @@ class ImageRows:
     """Knows the images of the rows of the step tables, and has them encoded.
 
     held: all images that packets may name. vocab_size: where virtual ids begin. num_rows: of the tables. max_tokens: of
-    the images whose rows are kept.
+    the images whose rows are kept. hidden_size, dtype: of the model.
     """
 
     def __init__(
@@ -66,8 +70,11 @@ class ImageRows:
         vocab_size: int,
         num_rows: int,
         max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._hidden_size, self._dtype = hidden_size, dtype
         self._encoder, self._held, self._vocab_size, self._device = encoder, held, vocab_size, device
         self._max_tokens = max_tokens
         self._rows: dict[int, RowImages] = {}
@@ -106,6 +113,16 @@ class ImageRows:
                 end = place + len(shown)
                 token_ids[place:end] = shown
                 yield Span(place, end, image_id)
+
+    def reserve_largest(self) -> Tensor:
+        """Encode as much as is encoded at once; return as much memory as takes what is kept, and a step's part."""
+        encoder = self._encoder
+        try:
+            encoder.encode_largest(MAX_VALUES_AT_ONCE)
+        except ModelError as error:
+            logger.warning("the memory for images is not measured, so lower gpu_memory_utilization: %s", error)
+        shape = 2, 1 + encoder.num_levels, self._max_tokens, self._hidden_size
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def forget(self, image_ids: Iterable[int]) -> None:
         """Let go of images whose requests have ended."""

@@ -12,6 +12,7 @@ from nanoinfer.engine.engine import Recipient
 from nanoinfer.images.processed import ProcessedPrompt
 from nanoinfer.models import SUPPORTED
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.runner import step_images
 from nanoinfer.text.prompts import PreparedRequest
 from tests.images.seeing_models import MODELS, OTHERS, answers_of_transformers, make_prompt, write_seeing
 from tests.models.tiny_transformers import Answer
@@ -135,3 +136,18 @@ def test_two_ranks_and_two_replicas_give_the_answers_of_transformers(
     with load(folder, model_impl="nanoinfer", max_num_batched_tokens=40, device="cpu", **options) as llm:
         assert_close(answers(run(llm, prompts)), expected)
         assert_close(answers(run(llm, prompts)), expected)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_largest_images_are_made_up_to_measure_their_memory(
+    architecture: str, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_images, "MAX_VALUES_AT_ONCE", 3 * 2**12)
+    with load(case_of(architecture)[0], model_impl=impls(architecture)[-1]) as llm:
+        rows = llm.engine.check_open().model_runner.state.images
+        found: list[Any] = []
+        encode_largest = rows._encoder.encode_largest
+        monkeypatch.setattr(rows._encoder, "encode_largest", lambda num: found.append(encode_largest(num)))
+        kept = rows.reserve_largest()
+    assert len(found) == 1  # and no error
+    assert kept.shape[1] == (3 if architecture.startswith("Qwen3VL") else 1)

@@ -5,15 +5,15 @@ numbers, rows that are added after the first layers (deepstack). So no class of 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from nanoinfer.device import numbers_to_device
+from nanoinfer.device import is_out_of_memory, numbers_to_device
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.rotary_embedding import StepRotary
 from nanoinfer.models.images import ImageContent, ImageSight
@@ -23,11 +23,19 @@ from nanoinfer.models.transformers.attention_interface import (
     probing_masks,
     text_part,
 )
+from nanoinfer.models.transformers.transformers_config import shortened
 
 # What a language model may be called with, beside what is captured; None and numbers are no matter.
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
+
+
+class Inputs(NamedTuple):
+    """Describes what a model may read of images: shapes of tensors, and sizes that are told with them, by name."""
+
+    shapes: dict[str, tuple[int, ...]]
+    sizes: dict[str, list[list[int]]]
 
 
 class TransformersImageEncoder:
@@ -44,6 +52,7 @@ class TransformersImageEncoder:
         name_attention_of_towers(model)
         self._name = type(model).__name__
         self._model = model
+        self._vision = getattr(model.config, "vision_config", None)
         self.image_token_id = image_token_id(model.config)
         self.has_three_positions = "mrope_section" in str(model.config.get_text_config().to_dict())
         self._options = inspect.signature(self._base.forward).parameters
@@ -78,6 +87,46 @@ class TransformersImageEncoder:
             raise ModelError(f"{self._name} tells its language model no positions of three numbers; leave images out")
         found: Tensor = positions[-3:, 0].cpu()
         return found
+
+    @property
+    def num_levels(self) -> int:
+        """After how many of the language model's first layers something is added."""
+        return len(getattr(self._vision, "deepstack_visual_indexes", None) or ())
+
+    @torch.inference_mode()
+    def encode_largest(self, num_values: int) -> Any:
+        """Encode images whose inputs have about so many values together; return what the model makes of them.
+
+        Raises ModelError for a class whose inputs are not known.
+        """
+        dtype, device = self._model.dtype, self._model.device
+        errors = []
+        for inputs in self._largest_inputs(num_values):
+            tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in inputs.shapes.items()}
+            tensors |= {name: torch.tensor(sizes, device=device) for name, sizes in inputs.sizes.items()}
+            try:
+                return self._base.get_image_features(**tensors)
+            except Exception as error:  # models fail in their own ways
+                if is_out_of_memory(error):
+                    raise
+                errors.append(shortened(error))
+        raise ModelError(f"what {self._name} reads of images is not known ({'; '.join(errors)})")
+
+    def _largest_inputs(self, num_values: int) -> Iterator[Inputs]:
+        """Yield what the model may read: patches of one large image, or squares."""
+        size, patch = (_first(getattr(self._vision, name, None)) for name in ("image_size", "patch_size"))
+        if "image_grid_thw" in self._options and patch is not None:
+            depth = getattr(self._vision, "temporal_patch_size", None) or 1
+            side = 4 * max(1, int((num_values / (3 * depth * patch**2)) ** 0.5) // 4)  # of patches
+            grid = {"image_grid_thw": [[1, side, side]]}
+            yield Inputs({"pixel_values": (side**2, 3 * depth * patch**2)}, grid)
+            yield Inputs({"pixel_values": (side**2, 3, patch, patch)}, grid)
+        if size is not None:
+            count = max(1, num_values // (3 * size**2))
+            shapes = (count, 3, size, size), (1, count, 3, size, size), (count, 1, 3, size, size)
+            for sizes in ({}, {"image_sizes": [[size, size]] * count}):
+                for shape in shapes:
+                    yield Inputs({"pixel_values": shape}, sizes)
 
     def rotary(self, positions: Tensor) -> StepRotary | None:
         """Return None: layers of transformers rotate by positions."""
@@ -149,6 +198,11 @@ def image_token_id(config: Any) -> int:
         if isinstance(found := getattr(config, name, None), int):
             return found
     raise ModelError(f"{type(config).__name__} names no image token; leave images out")
+
+
+def _first(size: Any) -> int | None:
+    """Return the number of a field that may have one for each side."""
+    return size[0] if isinstance(size, (list, tuple)) else size
 
 
 def joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
