@@ -1,9 +1,9 @@
 """Counts tokens a step where a model rewrites paragraphs of a text, greedily and one after the other.
 
     python tests/real/rewriting.py smollm2 docs/design.md
-    python tests/real/rewriting.py smollm2 docs/design.md --ask "Correct this text, and answer with it alone."
+    python tests/real/rewriting.py smollm2 docs/design.md --system "You copy the text, and correct its grammar."
 
-Without proposals a step makes one token. `make_smollm2.py` writes the folder smollm2; any other of a chat model will do.
+Without proposals a step makes one token. `make_smollm2.py` writes the folder smollm2; any chat model's will do.
 """
 
 import argparse
@@ -14,6 +14,10 @@ from typing import Any
 
 from nanoinfer import LLM, SamplingParams
 
+SYSTEM = (
+    "You're an AI assistant for text re-writing. Rewrite the input text to make it more professional and formal while "
+    "retaining its essential content."
+)
 METHODS: dict[str, dict[str, Any] | None] = {
     "without": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3},
@@ -25,13 +29,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="the folder of a chat model")
     parser.add_argument("text", type=Path, help="paragraphs of 400 to 900 characters are rewritten")
-    parser.add_argument("--ask", default="Copy this text, and correct its grammar.", help="what is asked before each")
+    parser.add_argument("--system", default=SYSTEM, help="the system message")
     parser.add_argument("--paragraphs", type=int, default=6)
     parser.add_argument("--new", type=int, default=256, help="tokens of an answer, at most")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     paragraphs = [one for one in re.split(r"\n\s*\n", args.text.read_text()) if 400 <= len(one) <= 900]
-    questions = [[{"role": "user", "content": f"{args.ask}\n\n{one}"}] for one in paragraphs[: args.paragraphs]]
+    system = {"role": "system", "content": args.system}
+    questions = [[system, {"role": "user", "content": one}] for one in paragraphs[: args.paragraphs]]
     params = SamplingParams(temperature=0, max_tokens=args.new)
     answers: dict[str, list[str]] = {}
     for name, config in METHODS.items():
