@@ -100,6 +100,7 @@ class Combination:
     prompts: list[list[int]] = field(repr=False)
     params: list[SamplingParams] = field(repr=False)
     max_row_tokens: int  # of a decode step: those after the newest one are what the same requests got before
+    speculative_config: dict[str, Any] | None  # of LLM; where it has one, max_row_tokens is 1
 
     @property
     def in_8_bits(self) -> bool:
@@ -118,7 +119,8 @@ def draw(seed: int, device: str) -> Combination:
     prompts = _draw_prompts(rng, sizes, model["vocab_size"], limit, options)
     params = [_draw_params(rng, limit - len(prompt)) for prompt in prompts]
     max_row_tokens = random.Random(f"{seed} proposals").choice((1, 1, 2, 3, 5, 8))
-    return Combination(seed, device, architecture, model, options, prompts, params, max_row_tokens)
+    speculative_config = _draw_speculation(random.Random(f"{seed} speculation")) if max_row_tokens == 1 else None
+    return Combination(seed, device, architecture, model, options, prompts, params, max_row_tokens, speculative_config)
 
 
 def _draw_model(rng: random.Random, sizes: Sizes, architecture: str, seed: int) -> dict[str, Any]:
@@ -168,6 +170,14 @@ def _draw_engine(rng: random.Random, sizes: Sizes, model: dict[str, Any]) -> dic
     }
 
 
+def _draw_speculation(rng: random.Random) -> dict[str, Any] | None:
+    """Options that propose something nearly everywhere."""
+    config = {"num_speculative_tokens": rng.choice((1, 2, 4, 7, 8, 24))}
+    ngram = {"method": "ngram", "prompt_lookup_min": rng.choice((1, 2)), **config}
+    suffix = {"method": "suffix", "suffix_decoding_max_tree_depth": rng.choice((2, 24)), **config}
+    return rng.choice((None, ngram, suffix))
+
+
 def _draw_prompts(
     rng: random.Random, sizes: Sizes, vocab_size: int, limit: int, options: dict[str, Any]
 ) -> list[list[int]]:
@@ -213,11 +223,17 @@ class Sequence(NamedTuple):
 def check(combination: Combination, folder: Path) -> str:
     """Run a combination in an empty folder, and assert that its answers are right; return a line about its errors."""
     save_random_model(folder, combination.architecture, combination.model, combination.seed)
-    several = patch.object(EngineConfig, "max_row_tokens", combination.max_row_tokens)
-    with _context_lengths(combination), several, LLM(folder, device=combination.device, **combination.options) as llm:
+    several: Any = nullcontext()
+    if combination.max_row_tokens > 1:
+        several = patch.object(EngineConfig, "max_row_tokens", combination.max_row_tokens)
+    options = {"speculative_config": combination.speculative_config, **combination.options}
+    with _context_lengths(combination), several, LLM(folder, device=combination.device, **options) as llm:
         if combination.seed % 2 == 1:
             _make_hits_likely(llm)
-        outputs = llm.generate(combination.prompts, combination.params, use_tqdm=False)
+        with patch("nanoinfer.speculation.controller.MIN_GAIN", 0.0):  # propose what can be, whatever steps cost
+            outputs = llm.generate(combination.prompts, combination.params, use_tqdm=False)
+            if combination.speculative_config:  # "suffix" knows greedy answers now
+                outputs = llm.generate(combination.prompts, combination.params, use_tqdm=False)
         if combination.max_row_tokens > 1:  # other seeds, or rounding, may change answers: then proposals are wrong
             vocab_size, first_id = combination.model["vocab_size"], len(outputs)
             known = KnownTexts(outputs, vocab_size, combination.seed, first_id=first_id, may_differ=True)
@@ -227,8 +243,10 @@ def check(combination: Combination, folder: Path) -> str:
         sequences = _sequences(combination, outputs, llm.max_model_len)
         by_prefill = _scores(llm, sequences)
         assert llm.is_finished()
+        num_accepted = llm.get_metrics().num_accepted_tokens
         assert llm.get_metrics().num_used_blocks == 0, "blocks are in use when all requests have finished"
-    return _judge(combination, folder, sequences, by_prefill)
+    result = _judge(combination, folder, sequences, by_prefill)
+    return f"{result}, {num_accepted} proposals accepted" if num_accepted else result
 
 
 def _make_hits_likely(llm: LLM) -> None:

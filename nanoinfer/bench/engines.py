@@ -22,14 +22,15 @@ OPTIONS: dict[str, Any] = {
     "attention_backend": "auto",
     "model_impl": "auto",
     "compile": False,
+    "speculative_config": None,
 }
 OURS = ("data_parallel_size", "attention_backend", "model_impl", "compile")
 # By engine, the options that it lacks.
 LACKING: dict[str, tuple[str, ...]] = {
     "nanoinfer": (),
-    "nanovllm": (*OURS, "top_k", "top_p", "quantization", "kv_cache_dtype"),
+    "nanovllm": (*OURS, "top_k", "top_p", "quantization", "kv_cache_dtype", "speculative_config"),
     "vllm": OURS,
-    "transformers": (*OURS, "quantization", "kv_cache_dtype", "tensor_parallel_size"),
+    "transformers": (*OURS, "quantization", "kv_cache_dtype", "tensor_parallel_size", "speculative_config"),
 }
 
 
@@ -79,7 +80,8 @@ def engine_options(model: Model, load: Load, args: argparse.Namespace) -> dict[s
     if longest > limit:
         lengths = "--input-len and --output-len" if load.shared_prefix == 0 else "--shared-prefix and both lengths"
         raise ConfigError(f"{lengths} add up to {longest}, and {model.name} takes {limit}; ask for fewer tokens")
-    given = {name: value for name in (*OURS, "kv_cache_dtype") if (value := getattr(args, name)) != OPTIONS[name]}
+    names = *OURS, "kv_cache_dtype", "speculative_config"
+    given = {name: value for name in names if (value := getattr(args, name)) != OPTIONS[name]}
     return {
         "max_model_len": min(max(4096, longest), limit),  # 4096 is what nano-vllm's benchmark sets
         "max_num_seqs": load.max_num_seqs,

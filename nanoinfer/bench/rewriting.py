@@ -3,12 +3,16 @@
 Random weights repeat nothing of their own. So the texts are made up, and the tokens that a step draws are replaced by
 theirs before it finds out which proposals are right. All work of a step is done as if the model had drawn them. One
 engine answers in turns with its proposer and without.
+
+The last job is a benchmark of random texts whose last requests are long rewriting. They run on when all others have
+ended, so the last quarter of its tokens is timed by itself.
 """
 
 import argparse
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -25,12 +29,27 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 COPIED, NEW = 24, 6  # tokens of a span of a rewritten text, on average
 SIZES = {"cuda": (500, 512), "cpu": (100, 96)}  # tokens of a prompt, and of an answer
 ROWS = {"cuda": (1, 16, 256), "cpu": (1, 4)}
+TAILS = {"cuda": (256, 8, 2048), "cpu": (8, 2, 192)}  # requests of the last job, how many rewrite, and their tokens
 NUM_RUNS = 3
 
 
 class Request(NamedTuple):
     prompt: list[int]
     answer: list[int]
+
+
+class Run(NamedTuple):
+    """Holds output tokens a second: of a whole run, and of the last quarter of its tokens."""
+
+    speed: float
+    last_quarter: float
+
+
+class Mark(NamedTuple):
+    """Says when an engine has made so many tokens."""
+
+    time: float  # perf_counter
+    num_tokens: int
 
 
 Text = Callable[[random.Random, list[int], int], Iterator[int]]
@@ -61,61 +80,83 @@ def at_random(rng: random.Random, _prompt: list[int], vocab_size: int) -> Iterat
         yield rng.randrange(vocab_size)
 
 
+Draw = Callable[[random.Random, int], list[Request]]  # of a size of the vocabulary; what it draws is new each time
 TEXTS: dict[str, Text] = {"rewriting": rewritten, "every fifth token new": with_every_fifth_new, "random": at_random}
+
+
+def draw_requests(
+    rng: random.Random, vocab_size: int, text: Text, num_requests: int, lens: tuple[int, int]
+) -> list[Request]:
+    """Return requests of one kind of text. lens: tokens of a prompt, and of an answer."""
+    prompts = [[rng.randrange(vocab_size) for _ in range(lens[0])] for _ in range(num_requests)]
+    return [Request(prompt, [*islice(text(rng, prompt, vocab_size), lens[1])]) for prompt in prompts]
+
+
+def draw_tail(rng: random.Random, vocab_size: int, tail: tuple[int, int, int], lens: tuple[int, int]) -> list[Request]:
+    """Return requests of random texts and lengths, and at last a few that rewrite. tail: as in TAILS."""
+    num_requests, num_rewriting, answer_len = tail
+    requests = []
+    for _ in range(num_requests - num_rewriting):
+        some = rng.randint(lens[0] // 5, 2 * lens[0]), rng.randint(lens[1] // 5, 2 * lens[1])
+        requests += draw_requests(rng, vocab_size, at_random, 1, some)
+    return requests + draw_requests(rng, vocab_size, rewritten, num_rewriting, (lens[0], answer_len))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Time every kind of text with and without proposals, print a table, and return all figures."""
     device = find_device()
-    prompt_len, answer_len = SIZES[device]
+    lens, tail = SIZES[device], TAILS[device]
     config = {"method": args.method, "num_speculative_tokens": args.num_speculative_tokens}
     figures = []
     with model_of(args, device) as model:
         options: dict[str, Any] = {**model.options, "device": device, "max_num_seqs": max(ROWS[device])}
-        options |= {"max_model_len": prompt_len + answer_len, "enable_prefix_caching": False}
+        options |= {"max_model_len": max(2 * sum(lens), lens[0] + tail[2]), "enable_prefix_caching": False}
         options["num_kvcache_blocks"] = 16 if device == "cpu" else None
+        jobs: list[tuple[str, int, Draw]] = [
+            (name, num_rows, partial(draw_requests, text=text, num_requests=num_rows, lens=lens))
+            for name, text in TEXTS.items()
+            for num_rows in ROWS[device]
+        ]
+        jobs.append(("random, the last ones rewriting", tail[0], partial(draw_tail, tail=tail, lens=lens)))
         with LLM(str(model.folder), speculative_config=config, **options) as llm:
             forced = ForcedTexts(llm)
             print(f"{llm!r}: output tokens a second, median of {NUM_RUNS} runs")
-            print_row("text", "rows", "without proposals", "with them", "ratio", "tokens a row and step", "accepted")
-            print_row(*["---"] * 7)
-            for name, text in TEXTS.items():
-                for num_rows in ROWS[device]:
-                    rng = random.Random(args.seed)
-
-                    def draw(rng: random.Random = rng, text: Text = text, num_rows: int = num_rows) -> list[Request]:
-                        """Draw requests, which are new in each run: "suffix" would know the answers of old ones."""
-                        size = model.config.vocab_size
-                        prompts = [[rng.randrange(size) for _ in range(prompt_len)] for _ in range(num_rows)]
-                        return [Request(prompt, [*islice(text(rng, prompt, size), answer_len)]) for prompt in prompts]
-
-                    figures.append({"text": name, "num_rows": num_rows, **compare(llm, forced, draw)})
-                    print_figures(figures[-1])
+            columns = "text", "requests", "without proposals", "with them", "ratio", "ratio of the last quarter"
+            print_row(*columns, "tokens a row and step", "accepted")
+            print_row(*["---"] * 8)
+            for name, num_requests, draw in jobs:
+                rng = random.Random(f"{args.seed} {name} {num_requests}")  # no text is that of an earlier job
+                timed = compare(llm, forced, partial(draw, rng, model.config.vocab_size))
+                figures.append({"text": name, "num_requests": num_requests, **timed})
+                print_figures(figures[-1])
     return {"model": str(model), "config": config, "texts": figures, **describe_machine(device)}
 
 
-def compare(llm: LLM, forced: "ForcedTexts", draw: Callable[[], list["Request"]]) -> dict[str, Any]:
-    """Answer requests in turns with and without proposals; return seconds of decode steps, and counts."""
+def compare(llm: LLM, forced: "ForcedTexts", draw: Callable[[], list[Request]]) -> dict[str, Any]:
+    """Answer requests in turns with and without proposals; return seconds of decode steps, and counts.
+
+    draw: returns requests, which are new in each run: "suffix" would know the answers of old ones.
+    """
     engine: Any = llm.engine
-    proposer, seconds = engine.proposer, {True: list[float](), False: list[float]()}
+    proposer, runs = engine.proposer, {True: list[Run](), False: list[Run]()}
     before, num_tokens = llm.get_metrics(), 0
     for _ in range(1 + NUM_RUNS):  # the first ones compile, capture graphs, and measure steps
         requests = draw()
-        num_tokens = sum(len(request.answer) for request in requests)
+        num_tokens += sum(len(request.answer) for request in requests)
         for has_proposals in (False, True):
             engine.proposer = proposer if has_proposals else None
-            seconds[has_proposals].append(forced.answer(requests))
+            runs[has_proposals].append(forced.answer(requests))
     engine.proposer = proposer
     after = llm.get_metrics()
-    speeds = {has: num_tokens / statistics.median(its[1:]) for has, its in seconds.items()}
     num_drafted = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-    num_plain = (1 + NUM_RUNS) * num_tokens - num_accepted  # tokens of rows with proposals, one for each step
+    medians = {has: [statistics.median(column) for column in zip(*its[1:], strict=True)] for has, its in runs.items()}
     return {
-        "with": speeds[True],
-        "without": speeds[False],
-        "seconds": {"with": seconds[True], "without": seconds[False]},
-        "tokens_a_step": (1 + NUM_RUNS) * num_tokens / num_plain,
+        "with": medians[True][0],
+        "without": medians[False][0],
+        "last_quarter": {"with": medians[True][1], "without": medians[False][1]},
+        "runs": {"with": runs[True], "without": runs[False]},
+        "tokens_a_step": num_tokens / (num_tokens - num_accepted),
         "num_draft_tokens": num_drafted,
         "num_accepted_tokens": num_accepted,
     }
@@ -123,8 +164,13 @@ def compare(llm: LLM, forced: "ForcedTexts", draw: Callable[[], list["Request"]]
 
 def print_figures(one: dict[str, Any]) -> None:
     share = f"{one['num_accepted_tokens'] / one['num_draft_tokens']:.0%}" if one["num_draft_tokens"] else ""
-    speeds = f"{one['without']:,.0f}", f"{one['with']:,.0f}", f"{one['with'] / one['without']:.3f}"
-    print_row(one["text"], one["num_rows"], *speeds, f"{one['tokens_a_step']:.2f}", share)
+    ratios = [f"{its['with'] / its['without']:.3f}" for its in (one, one["last_quarter"])]
+    speeds = f"{one['without']:,.0f}", f"{one['with']:,.0f}", *ratios
+    print_row(one["text"], one["num_requests"], *speeds, f"{one['tokens_a_step']:.2f}", share)
+
+
+def _speed(first: Mark, last: Mark) -> float:
+    return (last.num_tokens - first.num_tokens) / (last.time - first.time)
 
 
 class ForcedTexts(Listener):
@@ -139,8 +185,8 @@ class ForcedTexts(Listener):
         draws = self._sampler._draws
         self._draw, draws.from_logits = draws.from_logits, self._from_logits
 
-    def answer(self, requests: list["Request"]) -> float:
-        """Answer requests so; return the seconds that it took from their first decode step on."""
+    def answer(self, requests: list[Request]) -> Run:
+        """Answer requests so, and return the speeds from their first decode step on."""
         self._by_request = {}
         for prompt, answer in requests:
             params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True, detokenize=False)
@@ -149,14 +195,20 @@ class ForcedTexts(Listener):
         outputs, num_steps = [], self._llm.get_metrics().num_decode_steps
         while self._llm.get_metrics().num_decode_steps == num_steps:
             outputs += self._llm.step()
-        started = perf_counter()
+        marks = [self._mark()]
         while not self._llm.is_finished():
             outputs += self._llm.step()
-        seconds = perf_counter() - started
+            marks.append(self._mark())
         for output in outputs:
             whole = output.prompt_token_ids + output.token_ids
             assert whole == self._by_request[output.request_id], "a row has said something else"
-        return seconds
+        first, last = marks[0], marks[-1]
+        num_early = 0.75 * (last.num_tokens - first.num_tokens)
+        late = next(mark for mark in marks if mark.num_tokens - first.num_tokens >= num_early)
+        return Run(_speed(first, last), _speed(late, last))
+
+    def _mark(self) -> Mark:
+        return Mark(perf_counter(), self._llm.get_metrics().num_generated_tokens)
 
     def launching(self, batch: ScheduledBatch, started: float) -> None:
         for seq in batch.admitted:

@@ -16,13 +16,18 @@ def test_an_engine_says_what_it_is_told_to_with_proposals_and_without(
     monkeypatch.setattr(rewriting, "find_device", lambda: "cpu")
     monkeypatch.setitem(rewriting.SIZES, "cpu", (40, 24))
     monkeypatch.setitem(rewriting.ROWS, "cpu", (2,))
-    monkeypatch.setattr(rewriting, "NUM_RUNS", 2)
+    monkeypatch.setitem(rewriting.TAILS, "cpu", (3, 1, 90))
+    monkeypatch.setattr(rewriting, "NUM_RUNS", 1)
     monkeypatch.setattr("nanoinfer.speculation.controller.MIN_GAIN", 0.0)  # whatever steps cost here
     with pytest.raises(SystemExit) as ended:
         main(["bench", "rewriting", "--json", str(tmp_path / "figures.json")])
     assert ended.value.code == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert [one["text"] for one in figures["texts"]] == [*rewriting.TEXTS]
+    assert [one["text"] for one in figures["texts"]] == [*rewriting.TEXTS, "random, the last ones rewriting"]
     assert figures["texts"][1]["num_accepted_tokens"] > 0
-    assert all(one["with"] > 0 and one["without"] > 0 and one["tokens_a_step"] >= 1 for one in figures["texts"])
+    for one in figures["texts"]:
+        for speeds in (one, one["last_quarter"]):
+            assert speeds["with"] > 0
+            assert speeds["without"] > 0
+    assert [one["tokens_a_step"] > 1 for one in figures["texts"]] == [True, True, False, True]
     assert "| every fifth token new | 2 |" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from nanoinfer.speculation import speculator
 from nanoinfer.speculation.controller import Acceptance, Controller
 from nanoinfer.speculation.speculator import FORM_PRIOR, MAX_WATCHED, Speculator
 from nanoinfer.speculation.text_index import num_right
+from tests.engine.test_host_work import counted_calls
 from tests.speculation.test_drafts import options_of
 
 
@@ -135,6 +136,25 @@ def test_text_that_repeats_nothing_has_plain_steps_and_few_rows_are_indexed(
     assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) >= 50
     assert len(spec._rows) == min(num_rows, MAX_WATCHED)
     assert stats.draft_seconds_saved == 0
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 20), (16, 90), (256, 90)])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_step_of_text_that_repeats_nothing_takes_few_calls(
+    method: str, num_rows: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows there are; a step of 256 rows calls 150 functions without proposals."""
+    spec, clock = Speculator(options_of(method, most=8), 8, True, EngineMetrics()), FakeTime(monkeypatch)
+    seqs, steps = sequences(num_rows), list[int]()
+    for step in range(12):
+        clock.now += 1.0
+        with counted_calls() as calls:
+            assert step == 0 or not spec.waits(seqs)
+            assert spec.propose(seqs) == []
+        steps.append(calls.total())
+        for seq in seqs:
+            seq.token_ids.append(10**6 + 1000 * seq.seq_id + step)
+    assert max(steps[4:]) <= most, steps
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])

@@ -99,7 +99,7 @@ def test_each_replica_has_a_proposer_and_their_counts_are_summed(
     assert metrics.num_accepted_tokens == sum(metrics.num_accepted_tokens_per_pos)
 
 
-def test_stop_strings_and_forms_answer_alike() -> None:
+def test_stop_strings_forms_and_thoughts_answer_alike() -> None:
     digits = StructuredOutputsParams(regex=r"(12, ){3,9}[0-9]{1,5}")
     params = [
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1),
@@ -107,8 +107,16 @@ def test_stop_strings_and_forms_answer_alike() -> None:
         SamplingParams(temperature=0, max_tokens=60, structured_outputs=digits),
         SamplingParams(temperature=1.0, max_tokens=60, structured_outputs=digits, seed=1, n=2),
         SamplingParams(temperature=1.0, max_tokens=30, bad_words=["1"], min_tokens=5),
+        SamplingParams(temperature=1.0, max_tokens=30, thinking_token_budget=4),
     ]
-    prompts = ["12, 12, 12, 12, 12,", "abcabcabcabc", "12, 12, 12, ", "12, 12, 12, 12, ", "9 8 7 9 8 7 9 8 7"]
+    prompts = [
+        "12, 12, 12, 12, 12,",
+        "abcabcabcabc",
+        "12, 12, 12, ",
+        "12, 12, 12, 12, ",
+        "9 8 7 9 8 7 9 8 7",
+        "abc<think>abcabcabc",
+    ]
     compare("tiny", NGRAM, prompts, params)
 
 
