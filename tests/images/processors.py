@@ -1,6 +1,6 @@
 """Folders with a small tokenizer, chat template and real image processor of a model, and pictures to give to them.
 
-    write_processor(tmp_path, "qwen3_vl")  # what a checkpoint has beside its config.json and its weights
+write_processor(tmp_path, "qwen3_vl")  # what a checkpoint has beside its config.json and its weights
 """
 
 import json
