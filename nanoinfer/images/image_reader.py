@@ -74,6 +74,9 @@ class ImageReader:
                 errors[index] = error.within(f"prompt {index}")
         return {index: [] if index in errors else prompt for index, prompt in found.items()}, images
 
+    def has_room(self, num_images: int) -> bool:
+        return self.store.has_room(num_images)
+
     def process(self, given: ImagePrompt, add_special_tokens: bool = True) -> ProcessedPrompt:
         """Return a prompt with its images processed. Raises RequestError for a wrong one."""
         return self._finish(given, self._begin(given), add_special_tokens)

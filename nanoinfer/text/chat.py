@@ -38,15 +38,16 @@ def render_chats(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     image_texts: ImageTexts | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[int, Prompt]:
     """Return the texts of conversations, by index; what is wrong with some is added to `errors`, and their text is "".
 
     tools: functions, or their JSON schemas, that the template describes to the model. continue_final_message: end
     within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
     chat_template_kwargs: what else the template understands. image_texts: of a model that reads images; conversations
-    with images become ImagePrompts. Wrong are messages without role or content, what the template refuses, and tools,
-    calls and images that it leaves out. Raises RequestError where there is no template, and for wrong or contradicting
-    options.
+    with images become ImagePrompts. mm_processor_kwargs: options of the image processor for them. Wrong are messages
+    without role or content, what the template refuses, and tools, calls and images that it leaves out. Raises
+    RequestError where there is no template, and for wrong or contradicting options.
     """
     tools, template_kwargs = as_tools(tools), as_template_kwargs(chat_template_kwargs)
     if continue_final_message and add_generation_prompt:
@@ -84,7 +85,9 @@ def render_chats(
                 bare = Template(partial(render, has_tools=False), any_role=True)
                 _check_tools(text, bare, conversation, index, getattr(tokenizer.hf, "name_or_path", ""))
                 tokenizer.writes_tools.add(kind)
-            prompts[index] = text if image_texts is None else image_texts.prompt_of(text, images, index)
+            prompts[index] = (
+                text if image_texts is None else image_texts.prompt_of(text, images, index, mm_processor_kwargs)
+            )
         except RequestError as error:
             error.kind = "invalid_messages"
             errors[index] = error

@@ -69,8 +69,11 @@ def is_image_part(part: Any) -> bool:
     return kind in IMAGE_TYPES or (kind is None and any(name in part for name in IMAGE_FIELDS[:3]))
 
 
-def has_images(conversation: Any) -> bool:
-    """Return whether a message of a conversation has a part with an image."""
+def has_images(given: Any) -> bool:
+    """Return whether a prompt, or a message of a conversation, has an image."""
+    if not isinstance(given, (list, tuple)):
+        return isinstance(given, ImagePrompt)
+    conversation = given if given and isinstance(given[0], Mapping) else ()
     contents = [message.get("content") for message in conversation if isinstance(message, Mapping)]
     return any(is_image_part(part) for content in contents if isinstance(content, (list, tuple)) for part in content)
 
@@ -135,7 +138,9 @@ class ImageTexts:
             messages.append(message)
         return messages, images
 
-    def prompt_of(self, text: str, images: list[Any], index: int) -> str | ImagePrompt:
+    def prompt_of(
+        self, text: str, images: list[Any], index: int, processor_kwargs: Mapping[str, Any] | None = None
+    ) -> str | ImagePrompt:
         """Return the prompt of a rendered conversation; a text where it has neither images nor reserved texts.
 
         Raises RequestError where the template has not written one placeholder for each image.
@@ -149,7 +154,7 @@ class ImageTexts:
         if MARK not in text and not images:
             return text
         shown = tuple(map(self._shown, pieces))
-        return ImagePrompt(self.placeholder.join(shown), {"image": images}, shown)
+        return ImagePrompt(self.placeholder.join(shown), {"image": images}, shown, processor_kwargs)
 
     def has_reserved(self, text: str) -> bool:
         return any(token in text for token in self._reserved)
