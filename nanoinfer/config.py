@@ -336,11 +336,6 @@ class EngineConfig:
         object.__setattr__(self, "limit_mm_per_prompt", _checked_limits(self.limit_mm_per_prompt))
         object.__setattr__(self, "mm_processor_kwargs", as_processor_kwargs(self.mm_processor_kwargs, ConfigError))
         object.__setattr__(self, "allowed_media_domains", _checked_domains(self.allowed_media_domains))
-        if self.limit_mm_per_prompt and self.data_parallel_size > 1:
-            raise ConfigError(
-                f"limit_mm_per_prompt={self.limit_mm_per_prompt} with data_parallel_size={self.data_parallel_size}: "
-                "prompts with images are not sent to replicas; use data_parallel_size=1"
-            )
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="

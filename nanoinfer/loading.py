@@ -89,6 +89,14 @@ class ModelFiles:
             raise ConfigError(f"limit_mm_per_prompt needs a tokenizer, and {self.config.model} has none; leave it out")
         return ImageProcessor(self.folder, tokenizer.hf, tokenizer.lock)
 
+    def make_image_reader(
+        self, tokenizer: Tokenizer | None, image_processor: ImageProcessor | None, dtype: Any = None
+    ) -> ImageReader | None:
+        """Return what reads the images of prompts; None where prompts have none. dtype: PyTorch's, of the model."""
+        if tokenizer is None or image_processor is None:
+            return None
+        return ImageReader(image_processor, tokenizer, dtype, self.config)
+
     def make_prompt_processor(
         self, tokenizer: Tokenizer | None, max_model_len: int, image_reader: ImageReader | None = None
     ) -> PromptProcessor:
@@ -177,6 +185,7 @@ def find_model(config: EngineConfig) -> ModelFiles:
     """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
     if config.sees_images:
         check_pillow()
+        raise ConfigError("limit_mm_per_prompt: the engine does not read images yet; leave it out")
     is_random = config.load_format == "dummy"
     folder = resolve_model_folder(
         config.model, not is_random, revision=config.revision, download_dir=config.download_dir
@@ -217,9 +226,7 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
             on_failure.callback(runner.close)
             loaded = time.perf_counter()
             tokenizer, image_processor = loading.result(), processor.result()
-        image_reader = None
-        if tokenizer is not None and image_processor is not None:
-            image_reader = ImageReader(image_processor, tokenizer, runner.info.dtype, config)
+        image_reader = files.make_image_reader(tokenizer, image_processor, runner.info.dtype)
         prompt_processor = files.make_prompt_processor(tokenizer, runner.limits.max_model_len, image_reader)
         new_bits = partial(host_array, device=runner.info.device)
         constraints = files.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)

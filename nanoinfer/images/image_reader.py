@@ -2,12 +2,13 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import dtype
+import torch
 
 from nanoinfer.config import EngineConfig, as_processor_kwargs
 from nanoinfer.errors import RequestError
@@ -21,6 +22,7 @@ from nanoinfer.text.prompts import find_bad_texts
 from nanoinfer.text.tokenizer import Tokenizer
 
 MOST_WORKERS = 16
+_thread_counts = threading.Lock()  # guards PyTorch's number of threads while a thread sets its own
 
 
 class KeyedPicture(NamedTuple):
@@ -33,11 +35,13 @@ class KeyedPicture(NamedTuple):
 class ImageReader:
     """Reads the images of prompts. Any thread may call any method.
 
-    processor: the model's. tokenizer: of the same files. to_dtype: of the model. config: says how many images a prompt
-    may have, where they may come from, and how many threads process them.
+    processor: the model's. tokenizer: of the same files. to_dtype: of floating-point tensors, the model's; None leaves
+    them. config: says how many images a prompt may have, where they may come from, and how many threads process them.
     """
 
-    def __init__(self, processor: ImageProcessor, tokenizer: Tokenizer, to_dtype: dtype, config: EngineConfig) -> None:
+    def __init__(
+        self, processor: ImageProcessor, tokenizer: Tokenizer, to_dtype: torch.dtype | None, config: EngineConfig
+    ) -> None:
         self._processor, self._tokenizer, self._dtype = processor, tokenizer, to_dtype
         self._limit = (config.limit_mm_per_prompt or {}).get("image", 0)
         self._options = config.mm_processor_kwargs or {}
@@ -45,7 +49,7 @@ class ImageReader:
         self._rules = as_rules(config.allowed_media_domains, config.allowed_local_media_path)
         self.store = PictureStore(int(config.mm_processor_cache_gb * 2**30))
         self.num_workers = config.renderer_num_workers or default_workers()
-        self._threads = ThreadPoolExecutor(self.num_workers, "nanoinfer images")
+        self._threads = ThreadPoolExecutor(self.num_workers, "nanoinfer images", initializer=use_one_core)
         self.image_texts = ImageTexts(processor.placeholder, processor.reserved)
 
     def read(
@@ -111,7 +115,7 @@ class ImageReader:
     def _load(self, source: Any, options: Mapping[str, Any]) -> KeyedPicture:
         """Return a picture, processed now or before. Raises RequestError for a wrong one."""
         picture = load_picture(source, self._rules)
-        digest = hashlib.sha256(repr((picture.size, sorted(options.items()))).encode())
+        digest = hashlib.blake2b(repr((picture.size, sorted(options.items()))).encode(), digest_size=32)
         digest.update(picture.tobytes())
         key = digest.digest()
         if (known := self.store.get(key)) is None:
@@ -223,3 +227,16 @@ def default_workers() -> int:
     """Return one thread for each core that this process may use but one, and at most MOST_WORKERS."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(num_cores - 1, 1), MOST_WORKERS)
+
+
+def use_one_core() -> None:
+    """Have PyTorch compute in this thread alone, as others process other images; all other threads keep their number.
+
+    PyTorch takes the number of one thread for those that begin later, so another thread sets the old one again.
+    """
+    with _thread_counts:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
+        other.start()
+        other.join()

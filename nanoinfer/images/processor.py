@@ -78,10 +78,10 @@ class ImageProcessor:
                 "invalid_image",
             )
 
-    def process(self, picture: Any, to_dtype: dtype, options: Mapping[str, Any]) -> ProcessedPicture:
+    def process(self, picture: Any, to_dtype: dtype | None, options: Mapping[str, Any]) -> ProcessedPicture:
         """Return what stands for a picture, PIL's image in RGB. Raises RequestError where the processor refuses it.
 
-        to_dtype: of floating-point tensors. options: of the image processor, beside those of its files.
+        to_dtype: of floating-point tensors; None leaves them. options: of the image processor, beside those of files.
         """
         try:
             return self._run(self.placeholder, picture, to_dtype, options)

@@ -50,6 +50,8 @@ def render_chats(
     RequestError where there is no template, and for wrong or contradicting options.
     """
     tools, template_kwargs = as_tools(tools), as_template_kwargs(chat_template_kwargs)
+    if mm_processor_kwargs and image_texts is None:
+        raise RequestError("mm_processor_kwargs are for images, which LLM(limit_mm_per_prompt={'image': 4}) has read")
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another; "

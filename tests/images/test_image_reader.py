@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.preparer import ImagePortions
 from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.images import picture_store
-from nanoinfer.images.image_reader import ImageReader
+from nanoinfer.images.image_reader import ImageReader, use_one_core
 from nanoinfer.images.picture_store import PictureStore
 from nanoinfer.images.processed import ProcessedPrompt
 from nanoinfer.images.processor import ImageProcessor, ProcessedPicture, join_runs
@@ -28,6 +29,8 @@ from nanoinfer.text.tokenizer import load_tokenizer
 from tests.images.processors import KINDS, picture, token_ids_of, write_processor
 
 pytest.importorskip("PIL")
+# Of transformers' processors, which give tensors to NumPy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 SIZES = [(60, 40), (33, 70), (60, 40), (20, 20)]  # of pictures, in pixels
 
@@ -367,6 +370,15 @@ def test_whoever_leaves_early_ends_the_preparing() -> None:
     assert len(begun) <= num_begun + 2 * Room.num_workers < 1000
 
 
+def test_threads_that_process_images_compute_alone_and_leave_the_number_of_others() -> None:
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(2, initializer=use_one_core) as threads:
+        assert [*threads.map(lambda _: torch.get_num_threads(), range(2))] == [1, 1]
+    with ThreadPoolExecutor(1) as others:
+        assert others.submit(torch.get_num_threads).result() == before
+    assert torch.get_num_threads() == before
+
+
 # --- Options ---
 
 
@@ -407,7 +419,6 @@ def test_requests_have_their_images_and_whole_token_ids(reader_of: Callable[...,
         ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs=[1] is no dict of names"),
         ({"allowed_media_domains": 7}, "allowed_media_domains=7 is no list of hosts; use ['example.org'], say"),
         ({"allowed_media_domains": ["http://a.b"]}, "allowed_media_domains has 'http://a.b', no host alone"),
-        ({"limit_mm_per_prompt": {"image": 1}, "data_parallel_size": 2}, "limit_mm_per_prompt={'image': 1} with data"),
     ],
 )
 def test_options_about_images_are_checked(options: dict[str, Any], said: str) -> None:
