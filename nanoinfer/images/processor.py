@@ -155,7 +155,8 @@ def load_processor(folder: Path, tokenizer: Any) -> Any:
 
     Its parts for video need torchvision, where its image processor may do with Pillow. Raises ModelError.
     """
-    from transformers import AutoImageProcessor  # slow to import
+    # Slow to import. Some versions have it in `transformers` itself only where torchvision is installed.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
     files = [read_json(folder / name) for name in PROCESSOR_FILES]
