@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -368,6 +369,36 @@ def test_whoever_leaves_early_ends_the_preparing() -> None:
         if thread.name.startswith("nanoinfer prompts with images"):
             thread.join(timeout=10)
     assert len(begun) <= num_begun + 2 * Room.num_workers < 1000
+
+
+def test_host_memory_stays_flat_over_many_pictures(
+    reader_of: Callable[..., ImageReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits, what the engine has and what is kept stay within the limit, beside what is being made."""
+    limit, num_pictures = 2**20, 60
+    monkeypatch.setattr(picture_store, "MIN_AHEAD", limit)
+    reader = reader_of("qwen3_vl", torch.float64, mm_processor_cache_gb=limit / 2**30)
+    processor = PromptProcessor(reader._tokenizer, "m", 300, 64, image_reader=reader)
+    prompts: list[Any] = [
+        ImagePrompt("<|image_pad|>", {"image": picture(64, 64, seed)}) for seed in range(num_pictures)
+    ]
+    params = [SamplingParams()] * num_pictures
+
+    def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+        given = {index: prompts[index] for index in indices}
+        return [*processor.prepare(given, params, [0] * num_pictures, errors).values()]
+
+    one = prepare([0], {})[0].images[0].tensors["pixel_values"].nbytes
+    assert num_pictures * one > 10 * limit
+    most, num_done, in_engine = 0, 0, deque[PreparedRequest]()
+    with ImagePortions(prepare, range(num_pictures), reader) as portions:
+        while num_done < num_pictures:
+            in_engine += portions.take(wait=not in_engine)
+            most = max(most, reader.store.num_bytes)
+            in_engine.popleft()  # a step that answers one request
+            num_done += 1
+    assert limit / 2 < most <= limit + 2 * reader.num_workers * one
+    assert reader.store.num_bytes <= limit
 
 
 def test_threads_that_process_images_compute_alone_and_leave_the_number_of_others() -> None:
