@@ -60,14 +60,14 @@ class ImageProcessor:
         own = [getattr(self._processor, name, None) for name in ("image_token_ids", "image_token_id")]
         ids = [item[0] if isinstance(item, list) and item else item for item in (*given, *own)]
         found = next((item for item in ids if isinstance(item, int)), None)
-        token = getattr(self._processor, "image_token", None)
-        self.image_token_id: int = tokenizer.convert_tokens_to_ids(token) if found is None else found
+        if found is None:
+            found = tokenizer.convert_tokens_to_ids(self._named_tokens("image_token")[0])
+        self.image_token_id: int = found
         self.image_token: str = tokenizer.convert_ids_to_tokens(self.image_token_id)
         self.placeholder = self._find_placeholder()
-        names = ("image_token", "video_token", "audio_token", "boi_token")
-        others = [getattr(self._processor, name, None) for name in names]
+        others = self._named_tokens("image_token", "video_token", "audio_token", "boi_token")
         # What only the processor may write: the model would look for images, videos or sounds.
-        self.reserved = tuple(dict.fromkeys([self.placeholder, self.image_token, *filter(None, others)]))
+        self.reserved = tuple(dict.fromkeys([self.placeholder, self.image_token, *others]))
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise RequestError for a name that the image processor does not know; transformers would pass it over."""
@@ -94,16 +94,20 @@ class ImageProcessor:
                 "invalid_image",
             ) from error
 
+    def _named_tokens(self, *names: str) -> list[str]:
+        """Return the tokens that the processor has under these names; some are objects of the tokenizer's."""
+        found = (getattr(self._processor, name, None) for name in names)
+        return [*dict.fromkeys(str(token) for token in found if token is not None)]
+
     def _find_placeholder(self) -> str:
         """Return the token that the processor replaces. Some models write another one than those of embeddings."""
         from PIL import Image
 
         picture, errors = Image.new("RGB", PROBE_SIZE), []
-        names = ("image_token", "boi_token", "img_token")
-        for token in dict.fromkeys(filter(None, (getattr(self._processor, name, None) for name in names))):
+        for token in self._named_tokens("image_token", "boi_token"):
             try:
                 if self._run(token, picture, None, {}).runs:
-                    return str(token)
+                    return token
             except Exception as error:  # it wants another token
                 errors.append(f"{type(error).__name__}: {error}")
         raise ModelError(

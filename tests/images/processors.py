@@ -127,7 +127,11 @@ KINDS: dict[str, Kind] = {
         "SmolVLMProcessor",
         "SmolVLMImageProcessor",
         {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}
-        | {"do_pad": True, "resample": 1},
+        | {
+            "do_pad": True,
+            "resample": 1,
+            "video_sampling": {"fps": 1, "max_frames": 4, "video_size": {"longest_edge": 64}},
+        },
         "<image>",
         tokens=("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<video>"),
         processor={"image_seq_len": 4},
