@@ -183,7 +183,6 @@ def find_model(config: EngineConfig) -> ModelFiles:
     """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
     if config.sees_images:
         check_pillow()
-        raise ConfigError("limit_mm_per_prompt: the engine does not read images yet; leave it out")
     is_random = config.load_format == "dummy"
     folder = resolve_model_folder(
         config.model, not is_random, revision=config.revision, download_dir=config.download_dir
