@@ -193,15 +193,14 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMeth
     ) -> RequestOutputs:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
 
-        messages: a list of {"role": ..., "content": ...}, or a list or a column of such lists. A content is a text, or
-            a list of parts, which may be images: {"type": "image", "image": ...}, or OpenAI's image_url.
+        messages: a list of {"role": ..., "content": a text, or parts, also images}, or a list or a column of such lists.
         tools: functions, or their JSON schemas, that the model is told of.
         tool_choice: "required" has answers call tools, {"type": "function", "function": {"name": ...}} that one.
         add_generation_prompt: end with the beginning of an answer.
         continue_final_message: with add_generation_prompt=False, go on with the last message instead.
         chat_template: in place of the tokenizer's own.
         chat_template_kwargs: what else the template understands, such as {"enable_thinking": False}.
-        mm_processor_kwargs: options of the image processor, in place of those of `LLM`.
+        mm_processor_kwargs: options of the image processor, beside those of `LLM`.
 
         `output.message` is the answer as {"role", "content", "reasoning", "tool_calls"}, for the next call's messages.
         The rest is as in `generate`, and so are the errors; RequestError also for a message without role or content,

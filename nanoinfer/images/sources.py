@@ -9,6 +9,7 @@ import binascii
 import io
 import os
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from http.client import HTTPException
@@ -31,6 +32,7 @@ DOWNLOAD_SECONDS = 60.0
 MAX_DOWNLOAD = 100 * 2**20  # bytes
 MAX_REDIRECTS = 5
 CHUNK = 2**16  # bytes
+_loading = threading.Lock()  # held while PIL reads the file of a user's own image
 
 
 class MediaRules(NamedTuple):
@@ -59,7 +61,7 @@ def load_picture(source: Any, rules: MediaRules) -> Any:
     from PIL import Image
 
     if isinstance(source, Image.Image):
-        return _checked(lambda: _as_rgb(source), "the image")
+        return _checked(lambda: _as_rgb(_loaded(source)), "the image")
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _decode(io.BytesIO(source), f"the image of {len(source)} bytes")
     if isinstance(source, str) and "://" not in source[:10] and not source.startswith(("data:", "file:")):
@@ -233,6 +235,14 @@ def _checked(load: Any, what: str) -> Any:
         raise _invalid(f"{what} is broken ({error}); make it anew") from error
     if not (image.width and image.height):
         raise _invalid(f"{what} is {image.width} x {image.height} pixels; give at least 1 x 1")
+    return image
+
+
+def _loaded(image: Any) -> Any:
+    """Have PIL read the file of an image, which a user may have given for several prompts and so to several threads."""
+    with _loading:
+        image.load()
+        image.getexif()
     return image
 
 

@@ -91,7 +91,8 @@ def render_chats(
                 text if image_texts is None else image_texts.prompt_of(text, images, index, mm_processor_kwargs)
             )
         except RequestError as error:
-            error.kind = "invalid_messages"
+            if error.kind == RequestError().kind:  # it has no name of its own
+                error.kind = "invalid_messages"
             errors[index] = error
         except Exception as error:
             errors[index] = RequestError(

@@ -229,6 +229,14 @@ def test_parts_of_video_and_sound_are_refused_by_name(part: Any, reader_of: Call
         rendered(reader_of("qwen3_vl"), conversation("a", part))
 
 
+def test_a_part_without_an_image_says_what_to_give(reader_of: Callable[..., ImageReader]) -> None:
+    reader = reader_of("qwen3_vl")
+    for part in ({"type": "image"}, {"type": "image_url", "image_url": {}}, {"type": "image", "image": 1, "url": "a"}):
+        with pytest.raises(RequestError, match=r"message 0 of conversation 0 has .*; give \{'(type|url)'") as error:
+            rendered(reader, conversation(part))
+        assert error.value.kind == "invalid_image"
+
+
 def test_options_of_the_image_processor_count_for_one_call_or_for_all(reader_of: Callable[..., ImageReader]) -> None:
     image = picture(60, 40)
     prompts = [

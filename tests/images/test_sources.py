@@ -6,6 +6,7 @@ import io
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def test_all_forms_of_a_picture_give_the_same_pixels(tmp_path: Path) -> None:
     forms += [meant.transpose(2, 0, 1), meant.astype(np.float64) / 255, meant.astype(np.uint16) * 257]
     for form in forms:
         assert (pixels(form) == meant).all(), type(form)
+
+
+def test_one_image_of_the_user_is_read_by_several_threads(tmp_path: Path) -> None:
+    picture(300, 300).save(tmp_path / "a.png")
+    meant = pixels(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image, ThreadPoolExecutor(8) as threads:
+        assert all((found == meant).all() for found in threads.map(pixels, [image] * 16))
 
 
 def test_a_picture_of_the_user_is_left_as_it_is() -> None:
