@@ -193,7 +193,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMeth
     ) -> RequestOutputs:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
 
-        messages: a list of {"role": ..., "content": a text, or parts, also images}, or a list or a column of such lists.
+        messages: a list of {"role": ..., "content": text or parts, also images}, or a list or a column of such lists.
         tools: functions, or their JSON schemas, that the model is told of.
         tool_choice: "required" has answers call tools, {"type": "function", "function": {"name": ...}} that one.
         add_generation_prompt: end with the beginning of an answer.
