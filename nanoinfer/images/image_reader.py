@@ -115,7 +115,7 @@ class ImageReader:
     def _load(self, source: Any, options: Mapping[str, Any]) -> KeyedPicture:
         """Return a picture, processed now or before. Raises RequestError for a wrong one."""
         picture = load_picture(source, self._rules)
-        digest = hashlib.blake2b(repr((picture.size, sorted(options.items()))).encode(), digest_size=32)
+        digest = hashlib.sha256(repr((picture.size, sorted(options.items()))).encode())
         digest.update(picture.tobytes())
         key = digest.digest()
         if (known := self.store.get(key)) is None:
