@@ -165,14 +165,14 @@ def load_processor(folder: Path, tokenizer: Any) -> Any:
 
     files = [read_json(folder / name) for name in PROCESSOR_FILES]
     model_type = read_json(folder / "config.json").get("model_type")
-    names = [file.get("processor_class") for file in files] + [PROCESSOR_MAPPING_NAMES.get(model_type)]
-    name = next((name for name in names if name), None)
+    named = [file.get("processor_class") for file in files] + [PROCESSOR_MAPPING_NAMES.get(model_type)]
+    names = [*dict.fromkeys(filter(None, named))]
     try:
-        found = None if name is None else processor_class_from_name(name)
+        found = next(filter(None, map(processor_class_from_name, names)), None)
         if found is None:
-            raise ValueError(f"transformers has no processor class {name!r}")
+            raise ValueError(f"transformers has no processor class {' or '.join(names) or 'for ' + str(model_type)}")
         if needed := getattr(found, "_backends", None):  # a class that stands in for one that lacks a package
-            raise ImportError(f"{name} of transformers needs {' and '.join(needed)}")
+            raise ImportError(f"{found.__name__} of transformers needs {' and '.join(needed)}")
         module = importlib.import_module(found.__module__)
         if getattr(module, "num2words", ...) is None:  # SmolVLM's wants it to be there, for videos
             module.num2words = _refuse_video  # type: ignore[attr-defined]

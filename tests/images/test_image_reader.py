@@ -262,6 +262,22 @@ def test_equal_pictures_are_processed_once(reader_of: Callable[..., ImageReader]
     assert first.tensors["pixel_values"] is again.tensors["pixel_values"]
 
 
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
+    folder = write_processor(tmp_path, "llava")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelError, match=r"cannot be loaded .transformers has no processor class for None.; check its"):
+        ImageProcessor(folder, tokenizer.hf, tokenizer.lock)
+    (folder / "processor_config.json").write_text('{"processor_class": "MyOwnProcessor"}')
+    with pytest.raises(ModelError, match="transformers has no processor class MyOwnProcessor"):
+        ImageProcessor(folder, tokenizer.hf, tokenizer.lock)
+    (folder / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(ModelError, match=r"preprocessor_config.json"):  # the class is that of the model
+        ImageProcessor(folder, tokenizer.hf, tokenizer.lock)
+
+
 def test_runs_of_a_token_are_joined() -> None:
     assert join_runs("aXXXbX", "X") == ("aXbX", (3, 1))
     assert join_runs("XX", "X") == ("X", (2,))
