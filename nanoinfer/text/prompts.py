@@ -165,19 +165,16 @@ class PromptProcessor:
                 errors[index] = RequestError(
                     f"prompt {index} has images, and truncate_prompt_tokens would cut it; shorten its text"
                 )
-        texts = {
-            index: prompt.prompt if isinstance(prompt, ImagePrompt) else prompt for index, prompt in prompts.items()
-        }
         return {
             index: PreparedRequest(
-                prompt=text if isinstance(text, str) else None,
+                prompt=prompt if isinstance(prompt, str) else text_beside_images(prompt),
                 token_ids=encoded[index],
                 images=images.get(index, ()),
                 packed_ids=packed.get(index),
                 sampling_params=checked[index],
                 priority=priorities[index],
             )
-            for index, text in texts.items()
+            for index, prompt in prompts.items()
         }
 
     def encode(
@@ -377,6 +374,11 @@ class PromptProcessor:
                 "prompt_too_long",
             )
         return token_ids
+
+
+def text_beside_images(prompt: Any) -> str | None:
+    """Return the text of a prompt with images; None for one of token ids, and for what is no prompt."""
+    return prompt.prompt if isinstance(prompt, ImagePrompt) and isinstance(prompt.prompt, str) else None
 
 
 def pack_ids(token_ids: Any) -> bytes | None:
