@@ -7,7 +7,7 @@ used from asyncio has no thread.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -23,12 +23,14 @@ from nanoinfer.text.arguments import (
     OnFinish,
     Params,
     Priorities,
+    Prompt,
     Prompts,
     as_list_of_prompts,
     check_on_finish,
     check_streamable,
     one_for_each,
 )
+from nanoinfer.text.image_parts import has_images
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.response_reader import ResponseReader
 
@@ -107,7 +109,7 @@ class AsyncCalls:
             check_streamable([request.sampling_params for request in prepared])
             return prepared
 
-        call = AsyncCall(await _with_grammars(prepare, sampling_params, len(prompts)), is_stream=True)
+        call = AsyncCall(await _without_waiting(prepare, sampling_params, prompts), is_stream=True)
         is_done = False
         with scope:
             scope.enter_context(self._served(call))
@@ -202,7 +204,7 @@ class AsyncMethods:
             tokenization_kwargs=tokenization_kwargs,
             lora_request=lora_request,
         )
-        prepare = await _with_grammars(prepare, sampling_params, len(prompts))
+        prepare = await _without_waiting(prepare, sampling_params, prompts)
         with Progress(self.engine.metrics, len(prompts), use_tqdm) as progress:
             return RequestOutputs(await self._async_calls.complete(prepare, progress.show, on_finish))
 
@@ -235,12 +237,13 @@ class ChunkStream(AsyncGenerator[StreamChunk, None]):
         self._scope.close()
 
 
-async def _with_grammars(prepare: Prepare, sampling_params: Params, num_prompts: int) -> Prepare:
-    """Return what prepares a call without compiling grammars, which can take seconds: no step is to wait for that.
+async def _without_waiting(prepare: Prepare, sampling_params: Params, prompts: Sequence[Prompt]) -> Prepare:
+    """Return what prepares a call without compiling grammars or loading images: no step is to wait for that.
 
-    A thread of the event loop's own pool compiles them.
+    A thread of the event loop's own pool does it, as it can take seconds.
     """
-    if all(params.structured_outputs is None for params in one_for_each(sampling_params, num_prompts)):
+    all_params = one_for_each(sampling_params, len(prompts))
+    if all(params.structured_outputs is None for params in all_params) and not any(map(has_images, prompts)):
         return prepare
     requests = await asyncio.to_thread(prepare)
     return lambda: requests

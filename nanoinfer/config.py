@@ -268,7 +268,8 @@ class EngineConfig:
     mm_processor_cache_gb: float = neutral_option(
         4.0,
         "The most GiB of host memory for processed images: those that wait for the model, and, as long as there is "
-        "room, earlier ones in case they come again. One prompt's images may be more.",
+        "room, earlier ones in case they come again. Those that wait may take 1 in any case, and the images of one "
+        "prompt more.",
         Range(Real, lambda value: 0 <= value < 10**6, "must be GiB, at least 0 and below 10**6; 4 is usual"),
     )
     renderer_num_workers: int | None = neutral_option(

@@ -129,8 +129,8 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMeth
     ) -> RequestOutputs:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
-        prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, or a
-            list, an array or a column of these.
+        prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, which may
+            have {"multi_modal_data": {"image": ...}} beside it, or a list, an array or a column of these.
         sampling_params: for all, or a list with one for each.
         use_tqdm: show finished requests and tokens a second.
         priority: a whole number for each prompt (0 for all is the default); higher runs first, equal ones first come
@@ -181,6 +181,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMeth
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: Priorities = None,
         on_finish: OnFinish | None = None,
         on_error: OnError = "raise",
@@ -192,13 +193,14 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMeth
     ) -> RequestOutputs:
         """Answer one conversation or many, written out by the tokenizer's own chat template.
 
-        messages: a list of {"role": ..., "content": ...}, or a list or a column of such lists.
+        messages: a list of {"role": ..., "content": text or parts, also images}, or a list or a column of such lists.
         tools: functions, or their JSON schemas, that the model is told of.
         tool_choice: "required" has answers call tools, {"type": "function", "function": {"name": ...}} that one.
         add_generation_prompt: end with the beginning of an answer.
         continue_final_message: with add_generation_prompt=False, go on with the last message instead.
         chat_template: in place of the tokenizer's own.
         chat_template_kwargs: what else the template understands, such as {"enable_thinking": False}.
+        mm_processor_kwargs: options of the image processor, beside those of `LLM`.
 
         `output.message` is the answer as {"role", "content", "reasoning", "tool_calls"}, for the next call's messages.
         The rest is as in `generate`, and so are the errors; RequestError also for a message without role or content,
@@ -212,6 +214,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMeth
             "continue_final_message": continue_final_message,
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
         }
         portions = self.preparer.prepare_chats(
             messages,

@@ -31,6 +31,9 @@ from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.images.image_engine import ImageEngine, TextProposals
+from nanoinfer.images.image_reader import ImageReader
+from nanoinfer.images.processor import ImageProcessor
+from nanoinfer.images.sources import check_pillow
 from nanoinfer.lora.adapter_scheduler import AdapterScheduler
 from nanoinfer.lora.registry import AdapterRegistry
 from nanoinfer.models.implementations import read_model_config
@@ -78,7 +81,23 @@ class ModelFiles:
         except RequestError as error:
             raise ModelError(f"generation_config.json of {self.config.model}: {error}") from error
 
-    def make_prompt_processor(self, tokenizer: Tokenizer | None, max_model_len: int) -> PromptProcessor:
+    def load_image_processor(self, tokenizer: Tokenizer | None) -> ImageProcessor | None:
+        """Load what processes images; None where prompts have none. Slow, and safe to call while weights are loaded."""
+        if not self.config.sees_images or tokenizer is None:
+            return None
+        return ImageProcessor(self.folder, tokenizer.hf, tokenizer.lock)
+
+    def make_image_reader(
+        self, tokenizer: Tokenizer | None, image_processor: ImageProcessor | None, dtype: Any = None
+    ) -> ImageReader | None:
+        """Return what reads the images of prompts; None where prompts have none. dtype: PyTorch's, of the model."""
+        if tokenizer is None or image_processor is None:
+            return None
+        return ImageReader(image_processor, tokenizer, dtype, self.config)
+
+    def make_prompt_processor(
+        self, tokenizer: Tokenizer | None, max_model_len: int, image_reader: ImageReader | None = None
+    ) -> PromptProcessor:
         """Return what checks and tokenizes prompts of at most so many tokens."""
         stop_token_ids = read_stop_token_ids(self.folder, tokenizer)
         return PromptProcessor(
@@ -89,6 +108,7 @@ class ModelFiles:
             stop_token_ids,
             self.config.max_logprobs,
             refusal_reason=self.model_config.refusal_reason,
+            image_reader=image_reader,
         )
 
     def make_constraints(
@@ -161,6 +181,8 @@ def reduce_llm(config: EngineConfig, weights: object) -> tuple[Any, ...]:
 
 def find_model(config: EngineConfig) -> ModelFiles:
     """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
+    if config.sees_images:
+        check_pillow()
     is_random = config.load_format == "dummy"
     folder = resolve_model_folder(
         config.model, not is_random, revision=config.revision, download_dir=config.download_dir
@@ -191,6 +213,7 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
         # What the tokenizer imports takes as long as loading the weights, so both happen at the same time.
         with ThreadPoolExecutor(1) as background:
             loading = background.submit(files.load_tokenizer)
+            processor = background.submit(lambda: files.load_image_processor(loading.result()))
             runner_class: type[DeviceRunner | ParallelRunner] = ParallelRunner
             if config.distributed_executor_backend == "external_launcher":
                 runner_class = ExternalRunner
@@ -199,8 +222,9 @@ def load_engine(files: ModelFiles) -> LoadedEngine:
             runner = runner_class(config, model_config, files.folder)
             on_failure.callback(runner.close)
             loaded = time.perf_counter()
-            tokenizer = loading.result()
-        prompt_processor = files.make_prompt_processor(tokenizer, runner.limits.max_model_len)
+            tokenizer, image_processor = loading.result(), processor.result()
+        image_reader = files.make_image_reader(tokenizer, image_processor, runner.info.dtype)
+        prompt_processor = files.make_prompt_processor(tokenizer, runner.limits.max_model_len, image_reader)
         new_bits = partial(host_array, device=runner.info.device)
         constraints = files.make_constraints(Constraints, tokenizer, prompt_processor, new_bits=new_bits)
         new_listener = partial(StepEventListener, device=runner.info.device)

@@ -144,7 +144,7 @@ LINE_NAMES: Foreigners = {
     "truncate_prompt_tokens": only(why="no prompt is cut; shorten it"),
     "verbosity": only("medium", why="ask for it in a message"),
     "web_search_options": only(why="nothing is looked up; write what was found into a message"),
-    **dict.fromkeys(("kv_transfer_params", "mm_processor_kwargs", "vllm_xargs")),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs")),
 }
 
 

@@ -36,6 +36,7 @@ from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.image_parts import has_images
 from nanoinfer.text.prompts import PreparedRequest
 from nanoinfer.text.response_reader import ResponseReader
 
@@ -54,13 +55,13 @@ ANSWERS_VERSION = 2
 
 
 class Question(NamedTuple):
-    """Holds a line that was read and waits for its grammar, or for room in the engine."""
+    """Holds a line that was read and waits for its grammar, for its images, or for room in the engine."""
 
     line: Line
     custom_id: str
     body: dict[str, Any]
     params: SamplingParams
-    compiling: Future[Any]  # raises what is wrong with the grammar
+    compiling: Future[Any]  # raises what is wrong with the grammar; of a line with images, returns its requests
 
 
 @dataclass(slots=True)
@@ -211,6 +212,10 @@ class Job:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-grammars")
         self._compiled: Future[Any] = Future()  # of all that have no grammar
         self._compiled.set_result(None)
+        self._image_reader = llm.preparer.prompt_processor.image_reader
+        # They wait for the reader's own threads most of the time.
+        num_threads = 1 if self._image_reader is None else 2 * self._image_reader.num_workers
+        self._with_images = ThreadPoolExecutor(num_threads, thread_name_prefix="nanoinfer-images")
 
     @rare_collections()
     def run(self, pending: Iterator[Line], summary: Summary, use_tqdm: bool) -> None:
@@ -231,11 +236,12 @@ class Job:
                 summary.end = "terminated" if isinstance(error, Terminated) else "interrupted"
             finally:
                 self._background.shutdown(cancel_futures=True)
+                self._with_images.shutdown(wait=False, cancel_futures=True)
 
     def _feed(self, pending: Iterator[Line]) -> bool:
         """Read on, and queue what is ready while there is room; return whether anything was read or is left."""
         known, self._ahead, is_left = self._ahead, [], bool(self.asked)
-        for question in chain(known, map(self.read, islice(pending, self._window))):
+        for question in chain(known, map(self.read, islice(pending, self._num_to_read(len(known))))):
             is_left = True
             if question is None:
                 continue
@@ -247,8 +253,20 @@ class Job:
                     break
         return is_left
 
+    def _num_to_read(self, num_ahead: int) -> int:
+        """Return how many lines may be read now: host memory holds a part of their images alone."""
+        if self._image_reader is None:
+            return self._window
+        num_lines = max(4 * self._image_reader.num_workers - num_ahead, 0)
+        while num_lines and not self._image_reader.has_room(num_ahead + num_lines):
+            num_lines //= 2
+        return num_lines or int(not (self.asked or num_ahead))  # one at least where nothing else would go on
+
     def read(self, line: Line) -> Question | None:
-        """Return a line's question, its grammar being compiled; for a wrong line, write an error and return None."""
+        """Return a line's question, whose grammar or images threads prepare; for a wrong line, write an error.
+
+        Returns None then.
+        """
         custom_id = f"line-{line.number}"
         try:
             content = parse_line(line)
@@ -263,7 +281,10 @@ class Job:
             compiling = self._compiled
             if params.structured_outputs is not None:
                 compiling = self._background.submit(self._preparer.compile_grammars, [params])
-            return Question(line, custom_id, body, params, compiling)
+            question = Question(line, custom_id, body, params, compiling)
+            if self._image_reader is not None and has_images(body.get("messages")):
+                return question._replace(compiling=self._with_images.submit(self._prepare, question))
+            return question
         except Exception as error:
             self._fail(line, custom_id, error)
             return None
@@ -277,8 +298,8 @@ class Job:
     def prepare(self, question: Question) -> list[PreparedRequest]:
         """Return the requests of a line once its grammar is compiled; for a wrong one, write an error and return []."""
         try:
-            question.compiling.result()  # it is kept, so that `_prepare` finds it
-            return self._prepare(question)
+            requests = question.compiling.result()  # a grammar is kept, so that `_prepare` finds it
+            return self._prepare(question) if requests is None else requests
         except Exception as error:
             self._fail(question.line, question.custom_id, error)
             return []

@@ -91,7 +91,8 @@ def make_job(config: EngineConfig, overrides: dict[str, Any], system: str | None
     files = replace(find_model(replace(config, load_format="dummy")), config=config)  # no weights are downloaded
     model_config, tokenizer = files.model_config, files.load_tokenizer()
     max_model_len = model_config.longest_sequence(config.max_model_len)
-    processor = files.make_prompt_processor(tokenizer, max_model_len)
+    image_reader = files.make_image_reader(tokenizer, files.load_image_processor(tokenizer))
+    processor = files.make_prompt_processor(tokenizer, max_model_len, image_reader)
     constraints = files.make_constraints(Constraints, tokenizer, processor)
     engine: Any = SimpleNamespace(config=config, check_open=lambda: None)
     queue: Any = SimpleNamespace(engine=engine, capacity=0)

@@ -28,7 +28,7 @@ EMBEDDING_FIELDS = ("input", "dimensions", "encoding_format")
 IGNORED = {"model", "user", "metadata", "safety_identifier", "service_tier", "store", "stream_options", "prediction"}
 IGNORED |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"}
 WITHOUT_TOOLS = {"tool_choice": "none", "parallel_tool_calls": False}  # change nothing where there are no tools
-CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+CHAT_OPTIONS = ("tools", "chat_template_kwargs", "mm_processor_kwargs")
 TOOL_CHOICE = "tool_choice"  # of a line: a call that its answer has to make
 FOREIGN_FIELDS = {**FOREIGN_NAMES, **LINE_NAMES}
 SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "logits_processors"]

@@ -4,6 +4,7 @@ The requests of a call are prepared a portion at a time, so that steps begin bef
 is queued here: see `request_queue.py`.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,8 @@ from nanoinfer.text.arguments import (
     report,
 )
 from nanoinfer.text.chat import Conversation, Conversations, as_conversations, render_chats
-from nanoinfer.text.prompts import PreparedRequest, PromptProcessor
+from nanoinfer.text.image_parts import has_images
+from nanoinfer.text.prompts import ImageReader, PreparedRequest, PromptProcessor
 
 PORTION_SIZE = 256  # requests: they take about as long to prepare as a step takes
 
@@ -83,6 +85,10 @@ class Portions:
             self._coming = self._thread.submit(self._prepare_next)
         return ready
 
+    def take_all(self) -> list[PreparedRequest]:
+        """Return all requests of a call that is prepared at once."""
+        return self.take()
+
     def __enter__(self) -> "Portions":
         if self._left:
             self._thread = ThreadPoolExecutor(1, "nanoinfer prompts")
@@ -122,6 +128,81 @@ def add_adapters(requests: Mapping[int, PreparedRequest], adapters: Sequence[Any
             request.adapter = adapters[index]
 
 
+class ImagePortions(Portions):
+    """Holds the requests of one call with images. Threads prepare them ahead of need, in order.
+
+    As many are ahead as host memory is meant to hold; where the engine waits for one, it is prepared all the same.
+    prepare: is called with one index at a time, by several threads. reader: processes the images. A portion is what is
+    ready.
+    """
+
+    def __init__(
+        self, prepare: Prepare, order: Sequence[int], reader: ImageReader, on_error: OnError = "raise"
+    ) -> None:
+        self.num_requests, self.order = len(order), order
+        self._prepare, self._reader, self._on_error = prepare, reader, on_error
+        self._errors: Errors = {}
+        self._waiting = deque(order)
+        self._ahead: deque[Future[PreparedRequest]] = deque()
+        self._num_taken = self._num_images = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def first(self) -> list[PreparedRequest]:
+        """None are ready at the beginning."""
+        return []
+
+    def take(self, wait: bool = False) -> list[PreparedRequest]:
+        ready: list[PreparedRequest] = []
+        self._submit(at_least=int(wait))
+        while self._ahead and (self._ahead[0].done() or (wait and not ready)):
+            request = self._ahead.popleft().result()
+            ready.append(request)
+            self._num_taken += 1
+            self._num_images += len(request.images)
+            self._submit()
+        if ready and self._num_taken == self.num_requests:
+            report(self._errors, self.num_requests, self._on_error)
+        return ready
+
+    def take_all(self) -> list[PreparedRequest]:
+        requests: list[PreparedRequest] = []
+        with self:
+            while len(requests) < self.num_requests:
+                requests += self.take(wait=True)
+        return requests
+
+    def __enter__(self) -> "Portions":
+        # They wait for the reader's threads most of the time.
+        self._threads = ThreadPoolExecutor(2 * self._reader.num_workers, "nanoinfer prompts with images")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)  # a picture may be on its way through a network
+
+    def _submit(self, at_least: int = 0) -> None:
+        """Have threads prepare the next requests, as many as there is room for; `at_least` so many are under way."""
+        assert self._threads is not None, "requests are taken within `with`"
+        most = 4 * self._reader.num_workers
+        while self._waiting and len(self._ahead) < most:
+            per_request = max(self._num_images / max(self._num_taken, 1), 1)
+            has_room = self._reader.has_room(math.ceil(per_request * (len(self._ahead) + 1)))
+            if not has_room and len(self._ahead) >= at_least:
+                return
+            self._ahead.append(self._threads.submit(self._prepare_one, self._waiting.popleft()))
+
+    def _prepare_one(self, index: int) -> PreparedRequest:
+        """Prepare one request. Raises RequestError where it cannot be served, unless that is to be returned."""
+        errors: Errors = {}
+        [request] = self._prepare([index], errors)
+        if self._on_error != "return":
+            report(errors, self.num_requests)
+        self._errors |= errors
+        request.error = request.error or errors.get(index)
+        return request
+
+
 class Preparer:
     """Prepares the requests of calls (vLLM: InputProcessor). Any thread may call any method.
 
@@ -145,7 +226,7 @@ class Preparer:
         **options: Any,
     ) -> list[PreparedRequest]:
         """Check everything that a user can get wrong, before anything is queued. options: of `prepare_portions`."""
-        return self.prepare_portions(prompts, sampling_params, priority, at_once=True, **options).take()
+        return self.prepare_portions(prompts, sampling_params, priority, at_once=True, **options).take_all()
 
     def prepare_chat(
         self,
@@ -155,7 +236,7 @@ class Preparer:
         **options: Any,
     ) -> list[PreparedRequest]:
         """Do as `prepare` with one conversation. template_options: of `render_chats`."""
-        return self.prepare_chats([messages], sampling_params, template_options, at_once=True, **options).take()
+        return self.prepare_chats([messages], sampling_params, template_options, at_once=True, **options).take_all()
 
     def prepare_chats(
         self,
@@ -165,7 +246,10 @@ class Preparer:
         **options: Any,
     ) -> Portions:
         """Do as `prepare_portions` with conversations. template_options: of `render_chats`. options: the others."""
-        render = partial(render_chats, self.prompt_processor.require_tokenizer(), **template_options)
+        reader = self.prompt_processor.image_reader
+        image_texts = None if reader is None else reader.image_texts
+        tokenizer = self.prompt_processor.require_tokenizer()
+        render = partial(render_chats, tokenizer, image_texts=image_texts, **template_options)
         # The template writes the special tokens.
         options |= {"add_special_tokens": False, "render": render}
         return self.prepare_portions(as_conversations(messages), sampling_params, **options)
@@ -187,8 +271,9 @@ class Preparer:
         """Check what a user can get wrong, and prepare the requests of a call: the first portion, or all at once.
 
         render: makes prompts of what was given. at_once: whether all are checked before any is queued; calls with
-        priorities always are, and so are calls with grammars and the like, which are compiled in parallel. The other
-        arguments, and the errors, are those of `LLM.generate`.
+        priorities always are, and so are calls with grammars and the like, which are compiled in parallel. Calls with
+        images never are, since memory holds a part of them alone. The other arguments, and the errors, are those of
+        `LLM.generate`.
         """
         check_on_error(on_error)
         self._engine.check_open()
@@ -209,6 +294,9 @@ class Preparer:
             add_adapters(requests, adapters)
             return [*requests.values()]
 
+        reader = self.prompt_processor.image_reader
+        if reader is not None and self.portion_size is not None and any(map(has_images, prompts)):
+            return ImagePortions(prepare, range(len(prompts)), reader, on_error)
         at_once |= priority is not None or (are_constrained and self._constraints.takes_time(all_params))
         return Portions(prepare, range(len(prompts)), None if at_once else self.portion_size, on_error)
 

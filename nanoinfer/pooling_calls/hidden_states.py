@@ -44,7 +44,7 @@ class HiddenStatesOptions:
 
         Raises RequestError where memory cannot hold it all.
         """
-        requests = portions.take()
+        requests = portions.take_all()
         lens = [len(request.token_ids) for request in requests if request.error is None]
         num_bytes = self.row_bytes * len(self.layers) * (len(lens) if self.only_last else sum(lens))
         free = free_host_bytes()

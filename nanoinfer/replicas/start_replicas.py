@@ -89,6 +89,7 @@ def load_replicas(files: ModelFiles) -> LoadedEngine:
                 workers = Workers(2, run_replica, args, f"data_parallel_size={size}", f"replica {index}")
             replicas.append(ReplicaHandle(index, workers, ours))
         tokenizer = files.load_tokenizer()
+        image_processor = files.load_image_processor(tokenizer)
         ready = wait_until_ready(replicas)
         for text in ready[0].warnings:
             warnings.warn(text, stacklevel=3)
@@ -98,7 +99,8 @@ def load_replicas(files: ModelFiles) -> LoadedEngine:
     max_model_len = min(one.max_model_len for one in ready)
     engine = ReplicatedEngine(config, replicas, ring, max_model_len, torch.device(devices[0]).type, tokenizer)
     engine.call("limit", max_model_len)
-    prompt_processor = files.make_prompt_processor(tokenizer, max_model_len)
+    image_reader = files.make_image_reader(tokenizer, image_processor, ready[0].info.dtype)
+    prompt_processor = files.make_prompt_processor(tokenizer, max_model_len, image_reader)
     constraints = files.make_constraints(CheckedConstraints, tokenizer, prompt_processor)
     queue = RequestQueue(engine)
     first = ready[0].info

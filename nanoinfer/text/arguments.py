@@ -12,6 +12,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import RequestOutput, shown
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.text.image_parts import ImagePrompt, as_image_prompt
 
 logger = logging.getLogger("nanoinfer")
 
@@ -32,7 +33,7 @@ class Series(Protocol):
     def to_numpy(self) -> Any: ...
 
 
-Prompt = str | list[int]
+Prompt = str | list[int] | ImagePrompt
 GivenPrompt = Prompt | Mapping[str, Any] | Array | Series  # {"prompt": ...}, as vLLM's users write it, is a mapping
 # One prompt or several. One Sequence stands for both a list of prompts and a prompt's token ids, because mypy infers
 # the type of ["text", [1, 2]] from one alone.
@@ -83,7 +84,7 @@ def as_list_of_prompts(prompts: Prompts) -> list[Prompt]:
 
 
 def as_prompt(prompt: GivenPrompt) -> Prompt:
-    """Return the prompt in a mapping that holds nothing else; all other things as they are, to be checked later."""
+    """Return the prompt in a mapping, alone or with images; all other things as they are, to be checked later."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
@@ -91,6 +92,8 @@ def as_prompt(prompt: GivenPrompt) -> Prompt:
         [(name, value)] = given.items() if len(given) == 1 else [(None, None)]
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
             return cast("Prompt", as_list(value))
+        if (with_images := as_image_prompt(given)) is not None:
+            return with_images
     return cast("Prompt", as_list(prompt))
 
 

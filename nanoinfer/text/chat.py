@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from nanoinfer.errors import RequestError
 from nanoinfer.responses.parse import REASONING_FIELDS, as_tools
-from nanoinfer.text.arguments import Array, Errors, Series, as_list, report
+from nanoinfer.text.arguments import Array, Errors, Prompt, Series, as_list, report
+from nanoinfer.text.image_parts import ImagePart, ImageTexts, is_image_part, other_kind
 from nanoinfer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -36,16 +37,21 @@ def render_chats(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> dict[int, str]:
+    image_texts: ImageTexts | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+) -> dict[int, Prompt]:
     """Return the texts of conversations, by index; what is wrong with some is added to `errors`, and their text is "".
 
     tools: functions, or their JSON schemas, that the template describes to the model. continue_final_message: end
     within the last message, so that the model goes on with it. chat_template: in place of the tokenizer's own.
-    chat_template_kwargs: what else the template understands. Wrong are messages without role or content, what the
-    template refuses, and tools and calls that it leaves out. Raises RequestError where there is no template, and for
-    wrong or contradicting options.
+    chat_template_kwargs: what else the template understands. image_texts: of a model that reads images; conversations
+    with images become ImagePrompts. mm_processor_kwargs: options of the image processor for them. Wrong are messages
+    without role or content, what the template refuses, and tools, calls and images that it leaves out. Raises
+    RequestError where there is no template, and for wrong or contradicting options.
     """
     tools, template_kwargs = as_tools(tools), as_template_kwargs(chat_template_kwargs)
+    if mm_processor_kwargs and image_texts is None:
+        raise RequestError("mm_processor_kwargs are for images, which LLM(limit_mm_per_prompt={'image': 4}) has read")
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message=True goes on with the last message, and add_generation_prompt=True begins another; "
@@ -68,18 +74,25 @@ def render_chats(
 
     template = Template(render, any_role=chat_template is not None)
     options = str(chat_template or tokenizer.hf.chat_template), repr(chat_template_kwargs)
-    texts = dict.fromkeys(conversations, "")
+    prompts: dict[int, Prompt] = dict.fromkeys(conversations, "")
     for index, conversation in conversations.items():
         try:
+            images: list[Any] = []
+            if image_texts is not None:
+                _check_messages(conversation, index)
+                conversation, images = image_texts.take_images(conversation, index)
             text = template.render(conversation, index)
             kind = *options, *sorted({message["role"] for message in conversation})
             if tools and kind not in tokenizer.writes_tools:
                 bare = Template(partial(render, has_tools=False), any_role=True)
                 _check_tools(text, bare, conversation, index, getattr(tokenizer.hf, "name_or_path", ""))
                 tokenizer.writes_tools.add(kind)
-            texts[index] = text
+            prompts[index] = (
+                text if image_texts is None else image_texts.prompt_of(text, images, index, mm_processor_kwargs)
+            )
         except RequestError as error:
-            error.kind = "invalid_messages"
+            if error.kind == RequestError().kind:  # it has no name of its own
+                error.kind = "invalid_messages"
             errors[index] = error
         except Exception as error:
             errors[index] = RequestError(
@@ -87,7 +100,7 @@ def render_chats(
                 "invalid_messages",
             )
             errors[index].__cause__ = error
-    return texts
+    return prompts
 
 
 def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any) -> str:
@@ -95,6 +108,7 @@ def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any
     errors: Errors = {}
     [text] = render_chats(tokenizer, {0: conversation}, errors, **options).values()
     report(errors, 1)
+    assert isinstance(text, str), "a conversation has images only where image_texts are given"
     return text
 
 
@@ -247,13 +261,21 @@ def _check_tools(text: str, bare: Template, conversation: Conversation, index: i
         )
 
 
-def _check(conversation: Any, index: int) -> None:
+def _check_messages(conversation: Any, index: int) -> None:
     if not isinstance(conversation, (list, tuple)) or not conversation:
         raise RequestError(f"conversation {index} is {conversation!r}; give a list of one message or more")
     for number, message in enumerate(conversation):
-        which = f"message {number} of conversation {index}"
         if not isinstance(message, Mapping):
-            raise RequestError(f"{which} is {message!r}; give a dict such as {{'role': 'user', 'content': 'Hello'}}")
+            raise RequestError(
+                f"message {number} of conversation {index} is {message!r}; give a dict such as "
+                "{'role': 'user', 'content': 'Hello'}"
+            )
+
+
+def _check(conversation: Any, index: int) -> None:
+    _check_messages(conversation, index)
+    for number, message in enumerate(conversation):
+        which = f"message {number} of conversation {index}"
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{which} has role={message.get('role')!r}; give {', '.join(ROLES)}")
         content, calls = message.get("content"), message.get("tool_calls")
@@ -266,8 +288,11 @@ def _check(conversation: Any, index: int) -> None:
             raise RequestError(f"{which} has no content: {dict(message)!r}; give a text, which may be empty")
         parts = content if isinstance(content, (list, tuple)) else [{"text": "" if content is None else content}]
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+            if kind := next(filter(None, map(other_kind, parts)), None):
+                raise RequestError(f"{which} has a part with {kind}, which is not read; leave it out")
+            hint = "; for images, give LLM(limit_mm_per_prompt={'image': 4}), say" * any(map(is_image_part, parts))
             raise RequestError(
-                f"{which} has content that is no text: {content!r}; give a text, or a list of text parts"
+                f"{which} has content that is no text: {content!r:.500}; give a text, or a list of text parts{hint}"
             )
 
 
@@ -280,8 +305,8 @@ def _replace(messages: Conversation, place: int, message: Message) -> list[Messa
 
 
 def _parts(parts: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return parts of a content with the type that templates look for."""
-    return [{**part, "type": "text"} for part in parts]
+    """Return parts of a content with the types that templates look for."""
+    return [{"type": "image"} if isinstance(part, ImagePart) else {**part, "type": "text"} for part in parts]
 
 
 def _with_one_text(message: Message) -> Message:

@@ -4,7 +4,7 @@ import marshal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import CompletionOutput, RequestOutput, shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model
 from nanoinfer.text.arguments import Errors, Prompt, report, results_by_prompt
+from nanoinfer.text.image_parts import ImagePrompt, ImageTexts
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 LIST_HEADER = 5  # bytes that marshal writes before the items of a list
@@ -70,13 +71,28 @@ class EncodedPair(NamedTuple):
     packed_ids: bytes | None  # both as int32, where they were packed to be checked
 
 
+class ImageReader(Protocol):
+    """Types what processes the images of prompts: the ImageReader of images/image_reader.py."""
+
+    image_texts: ImageTexts
+    num_workers: int  # threads
+
+    def read(
+        self, prompts: Mapping[int, Prompt], add_special_tokens: bool, longest_text: int, errors: Errors
+    ) -> tuple[dict[int, Prompt], dict[int, tuple[Any, ...]]]:
+        """Return prompts with token ids in place of those with images, and the processed images, both by index."""
+
+    def has_room(self, num_images: int) -> bool:
+        """Return whether host memory is meant to hold so many more images."""
+
+
 class PromptProcessor:
     """Turns prompts into token ids, and checks that the model can serve them.
 
     tokenizer: None where the model has none; prompts must then be token ids. model: its name, for messages.
     stop_token_ids: the model's own. max_logprobs: the engine's option. min_new_tokens: room that prompts leave for a
     completion. refusal_reason: why the model completes none; None if it does. limit: the option that sets
-    max_model_len, for messages. Any thread may call any method.
+    max_model_len, for messages. image_reader: None where prompts have no images. Any thread may call any method.
     """
 
     def __init__(
@@ -90,8 +106,9 @@ class PromptProcessor:
         min_new_tokens: int = 1,
         refusal_reason: str | None = None,
         limit: str = "max_model_len",
+        image_reader: ImageReader | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.image_reader = tokenizer, image_reader
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.longest_prompt = max_model_len - min_new_tokens
@@ -138,11 +155,21 @@ class PromptProcessor:
                 except RequestError as error:
                     served[id(one)] = error
         checked = given | results_by_prompt(served, given, errors, are_shared)
-        encoded, packed = self.encode(prompts, errors, add_special_tokens, "prompt", tokenization_kwargs)
+        images: dict[int, tuple[Any, ...]] = {}
+        filled = prompts
+        if self.image_reader is not None:
+            filled, images = self.image_reader.read(prompts, add_special_tokens, self.longest_text, errors)
+        encoded, packed = self.encode(filled, errors, add_special_tokens, "prompt", tokenization_kwargs)
+        for index in images.keys() - errors.keys():
+            if len(encoded[index]) < len(filled[index]):  # type: ignore[arg-type]  # token ids
+                errors[index] = RequestError(
+                    f"prompt {index} has images, and truncate_prompt_tokens would cut it; shorten its text"
+                )
         return {
             index: PreparedRequest(
-                prompt=prompt if isinstance(prompt, str) else None,
+                prompt=prompt if isinstance(prompt, str) else text_beside_images(prompt),
                 token_ids=encoded[index],
+                images=images.get(index, ()),
                 packed_ids=packed.get(index),
                 sampling_params=checked[index],
                 priority=priorities[index],
@@ -218,7 +245,9 @@ class PromptProcessor:
                     except RequestError as error:
                         errors[index] = error.within(f"prompt {index}")
         return {
-            index: encoded.get(index, []) if isinstance(prompt, str) else keep_last(prompt, max_tokens)
+            index: encoded.get(index, [])
+            if isinstance(prompt, str)
+            else keep_last(cast("list[int]", prompt), max_tokens)
             for index, prompt in prompts.items()
         }
 
@@ -298,6 +327,11 @@ class PromptProcessor:
 
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
+        if isinstance(token_ids, ImagePrompt):
+            remedy = "give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees images; else leave them out"
+            if self.image_reader is not None:
+                remedy = "use generate or chat, which read them"
+            raise RequestError(f"{which} has images, which are not read here; {remedy}", "not_a_prompt")
         if not isinstance(token_ids, list):
             kind, keys = type(token_ids).__name__, [*token_ids] if isinstance(token_ids, Mapping) else []
             if len(keys) > 1 and (own := next((key for key in ("prompt_token_ids", "prompt") if key in keys), None)):
@@ -340,6 +374,11 @@ class PromptProcessor:
                 "prompt_too_long",
             )
         return token_ids
+
+
+def text_beside_images(prompt: Any) -> str | None:
+    """Return the text of a prompt with images; None for one of token ids, and for what is no prompt."""
+    return prompt.prompt if isinstance(prompt, ImagePrompt) and isinstance(prompt.prompt, str) else None
 
 
 def pack_ids(token_ids: Any) -> bytes | None:

@@ -45,7 +45,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._encoding = threading.Lock()  # a tokenizer that is told to truncate must not be encoding meanwhile
+        self.lock = threading.Lock()  # a tokenizer that is told to truncate must not be encoding meanwhile
         try:
             self.hf: Any = load_by_class(folder)
         except PASSED_ON:
@@ -139,7 +139,7 @@ class Tokenizer:
     def _encodes(self) -> Iterator[None]:
         """Let one thread encode while the block runs. Raises RequestError where the tokenizer fails."""
         try:
-            with self._encoding:
+            with self.lock:
                 yield
         except PASSED_ON:
             raise
@@ -241,8 +241,11 @@ class Tokenizer:
         return self._texts[token_id]
 
 
-def keep_last(token_ids: list[int], max_tokens: int | None, num_first: int = 0) -> list[int]:
-    """Return at most `max_tokens` of the token ids: the last ones, after the first `num_first`; None is all."""
+def keep_last(token_ids: Any, max_tokens: int | None, num_first: int = 0) -> Any:
+    """Return at most `max_tokens` of the token ids: the last ones, after the first `num_first`; None is all.
+
+    What is no list is returned as it is, to be refused later.
+    """
     if max_tokens is None or not isinstance(token_ids, (list, tuple)) or len(token_ids) <= max_tokens:
         return token_ids
     num_first = min(num_first, max_tokens - 1)

@@ -25,7 +25,7 @@ BAD: list[tuple[Any, str]] = [
     ),
     (
         {"prompt_token_ids": [1], "multi_modal_data": {"image": 1}},
-        "has 'multi_modal_data' beside 'prompt_token_ids', which is a whole prompt; leave 'multi_modal_data' out",
+        "has images, which are not read here; give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees",
     ),
     ({"prompt": "a", "cache_salt": "b", "lora": 1}, "has 'cache_salt', 'lora' beside 'prompt', which is a whole"),
     ("", "is empty; give at least one token"),

@@ -1,0 +1,73 @@
+"""Counts the host memory that processed pictures take, and keeps earlier ones while there is room."""
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+
+from nanoinfer.images.processor import ProcessedPicture
+
+MIN_AHEAD = 2**30  # bytes that pictures may take which wait for the model, however little is kept
+
+
+class PictureStore:
+    """Keeps processed pictures by key, the most recently used ones. Any thread may call any method.
+
+    max_bytes: of all that is kept. Tensors are counted until nobody holds them any more, so what the engine and its
+    queue have counts too.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_kept, self._max_alive = max_bytes, max(max_bytes, MIN_AHEAD)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, ProcessedPicture] = OrderedDict()
+        self._kept_bytes = self._added_bytes = 0
+        # The garbage collector may free a tensor at any moment, also while the lock is held.
+        self._freed: deque[int] = deque()
+        self._num_made = 0
+        self._made_bytes = 0
+
+    def get(self, key: bytes) -> ProcessedPicture | None:
+        """Return the picture with this key, if it is kept."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            return found
+
+    def add(self, key: bytes, picture: ProcessedPicture) -> ProcessedPicture:
+        """Keep a picture that was made, and return it; or the one with this key that another thread has added."""
+        with self._lock:
+            if key in self._kept:
+                return self._kept[key]
+            for tensor in picture.tensors.values():
+                weakref.finalize(tensor, self._freed.append, tensor.nbytes).atexit = False
+            self._num_made += 1
+            self._made_bytes += picture.num_bytes
+            self._added_bytes += picture.num_bytes
+            if picture.num_bytes <= self._max_kept:
+                self._kept[key] = picture
+                self._kept_bytes += picture.num_bytes
+                self._evict(self._kept_bytes - self._max_kept)
+            return picture
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory is taken, by what is kept and by what others hold."""
+        while self._freed:
+            self._added_bytes -= self._freed.popleft()
+        return self._added_bytes
+
+    def has_room(self, num_pictures: int) -> bool:
+        """Return whether so many more pictures fit, of the size of those so far; earlier ones make room for them."""
+        with self._lock:
+            expected = num_pictures * self._made_bytes // max(self._num_made, 1)
+            while self._kept and self.num_bytes + expected > self._max_alive:
+                self._evict(1)
+            return self.num_bytes + expected <= self._max_alive
+
+    def _evict(self, num_bytes: int) -> None:
+        """Let go of the pictures that were used longest ago, of so many bytes at least."""
+        while num_bytes > 0 and self._kept:
+            _, picture = self._kept.popitem(last=False)
+            self._kept_bytes -= picture.num_bytes
+            num_bytes -= picture.num_bytes
