@@ -147,7 +147,8 @@ class AttentionBackends:
             return f"needs a GPU of compute capability 8.0 or more, and {gpu} has less"
         if self.dtype == torch.float32:
             return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
-        if spec.head_dim % 8 != 0 or spec.head_dim > (largest := MAX_HEAD_DIMS[backend]):
+        largest = MAX_HEAD_DIMS[backend]
+        if spec.head_dim % 8 != 0 or spec.head_dim > largest:
             return (
                 f"takes a head_dim that is a multiple of 8 up to {largest}, and the model has {spec.head_dim}; "
                 "use another model"
