@@ -456,7 +456,14 @@ SIXTEEN = torch.bfloat16
         ("triton", BOTH, "cuda", torch.float32, FULL, "computes in 16 bits, and dtype is 'float32'; use dtype="),
         ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=100), "of 8 up to 512, and the model has 100"),
         ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=520), "of 8 up to 512, and the model has 520"),
-        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=512, num_heads=33 * 8), "at most 32 query heads for a"),
+        (
+            "triton",
+            BOTH,
+            "cuda",
+            SIXTEEN,
+            replace(FULL, head_dim=512, num_heads=33 * 8),
+            "at most 32 query heads for a",
+        ),
         ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, num_kv_heads=1, num_heads=65), "at most 64 query heads for a"),
         ("flash_attn", TRITON, "cuda", SIXTEEN, FULL, "the package flash-attn, which cannot be imported"),
         ("flash_attn", ("flash_attn",), "cuda", SIXTEEN, FULL, "the package triton, which cannot be imported"),
@@ -544,7 +551,10 @@ def test_a_gpu_before_ampere_is_refused_by_name(requested: str, monkeypatch: pyt
         ("auto", "cpu", torch.bfloat16, 128, "torch"),
         ("torch", "cpu", torch.float32, 128, "torch"),
         ("torch", "cuda", torch.bfloat16, 128, "torch"),
-        *(("auto", "cuda", torch.bfloat16, head_dim, "triton") for head_dim in (8, 64, 80, 96, 128, 200, 256, 264, 512)),
+        *(
+            ("auto", "cuda", torch.bfloat16, head_dim, "triton")
+            for head_dim in (8, 64, 80, 96, 128, 200, 256, 264, 512)
+        ),
         ("auto", "cuda", torch.float16, 64, "triton"),
         ("triton", "cuda", torch.float16, 64, "triton"),
         ("auto", "cuda", torch.float32, 128, "torch"),
