@@ -230,6 +230,9 @@ HEADS = [(1, 64), (2, 80), (3, 96), (4, 128), (7, 256)]  # query heads for a KV 
 
 DECODE_CASES = {
     **{f"groups of {n}, head_dim {dim}": Case(Layer(n, dim), (1, 20, 0, 33)) for n, dim in HEADS},
+    "heads of 512": Case(Layer(4, 512, num_kv_heads=1), (1, 20, 0, 33)),
+    "heads of 512, groups of 20, blocks of 256": Case(Layer(20, 512, num_kv_heads=1, block_size=256), (1, 300)),
+    "heads of 320, int8": Case(Layer(2, 320, num_kv_heads=1, cache_dtype=INT8), (1, 0, 33)),
     "groups of 20, more than the smallest tile": Case(Layer(group_size=20), (1, 20)),
     **{
         f"edges of blocks of {size}": Case(
@@ -267,6 +270,11 @@ MIXED = {"context_lens": (1, 40, 50, 64, 3), "query_lens": (1, 40, 1, 17, 3)}  #
 
 PREFILL_CASES = {
     **{f"groups of {n}, head_dim {dim}": Case(Layer(n, dim), **MIXED) for n, dim in HEADS},
+    "heads of 512": Case(Layer(4, 512, num_kv_heads=1), **MIXED),
+    "heads of 512, groups of 16, blocks of 256": Case(
+        Layer(16, 512, num_kv_heads=1, block_size=256), (300, 257), (70, 1)
+    ),
+    "heads of 320, fp8": Case(Layer(2, 320, num_kv_heads=1, cache_dtype=FP8), **MIXED),
     "fresh chunks alone": Case(Layer(), (1, 16, 33), (1, 16, 33)),
     "blocks of 256": Case(Layer(num_kv_heads=1, block_size=256), (300, 257, 600, 256), (300, 1, 70, 256)),
     **{  # in tiles of 128 keys, and of 16
@@ -320,6 +328,7 @@ SHARED_CASES = {
             "groups of 2": Layer(num_kv_heads=1),
             "groups of 3, head_dim 96": Layer(3, 96, num_kv_heads=1),
             "head_dim 256": Layer(1, 256, num_kv_heads=1),
+            "heads of 512": Layer(8, 512, num_kv_heads=1),
             "int8": Layer(2, 80, cache_dtype=INT8),
             "fp8": Layer(2, 80, cache_dtype=FP8),
             "sinks": Layer(4, num_kv_heads=1, has_sinks=True),

@@ -115,6 +115,8 @@ def draw(seed: int, device: str) -> Combination:
     options = _draw_engine(rng, sizes, model)
     if architecture == "GptOssForCausalLM":  # whose experts are not rounded
         options["quantization"] = None
+    if model.get("enable_moe_block") and options["quantization"] == "fp8":  # experts with GeGLU have no such kernels
+        options["quantization"] = "int4"
     limit = min(options["max_model_len"] or model["max_position_embeddings"], 1000 if device == "cpu" else 3500)
     prompts = _draw_prompts(rng, sizes, model["vocab_size"], limit, options)
     params = [_draw_params(rng, limit - len(prompt)) for prompt in prompts]
@@ -136,6 +138,10 @@ def _draw_model(rng: random.Random, sizes: Sizes, architecture: str, seed: int) 
     else:
         unit = 16 * group * num_kv_heads  # transformers wants a multiple of the heads
         hidden_size, model["head_dim"] = max(1, hidden_size // unit) * unit, head_dim
+    if "global_head_dim" in model:
+        model["global_head_dim"] = 2 * head_dim
+    if "vocab_size_per_layer_input" in model:
+        model["vocab_size_per_layer_input"] = vocab_size
     if model.get("sliding_window") not in (None, 4096):  # 4096: off
         model["sliding_window"] = window
     if "moe_intermediate_size" in model:

@@ -97,7 +97,8 @@ def compute_floor(
     sampling, launches and the host count as nothing, and no cache is large enough to hold weights from step to step.
 
     In a layer with a window, a token attends to at most a window of tokens; a decode step reads for each sequence at
-    most a window of those that it shares with no other. A layer of linear attention reads and writes its states, in
+    most a window of those that it shares with no other. A layer that attends to the keys and values of another reads
+    them once more. A layer of linear attention reads and writes its states, in
     float32, once for each sequence of a decode step; for each token and value head, a matrix of keys by values is
     multiplied by a vector twice and gets a product of two added, 6 FLOPs for each of its values. Its convolution counts
     as nothing.
@@ -127,8 +128,6 @@ def _floor_of_engine(
 ) -> Floor:
     """Return the floor of one engine, as `compute_floor` says it."""
     wide = weights.wide
-    query_width = config.num_attention_heads * config.head_dim
-    kv_values_per_token = sum(BlockLayout.of(config, TensorParallel()).num_values)
     layers = _attention_layers(config)
     shared, num_repeats = workload.shared_prefix, len(workload.prompts) - 1
     num_prefill_tokens = workload.num_input_tokens - num_repeats * shared
@@ -144,16 +143,17 @@ def _floor_of_engine(
     num_wide = wide.layers_of_a_token
     products_of_a_token = 2 * ((weights.layers_of_a_token - num_wide) / layer_rate + num_wide / rates.matrix_rate)
     head = 2 * weights.lm_head * num_logits
-    num_pairs = sum(count * _num_pairs(workload, window) for window, count in layers.items())
-    attention = 4 * query_width * num_pairs + 6 * _num_state_values(config) * num_prefill_tokens
+    pairs = {window: _num_pairs(workload, window) for window in {kind.window for kind in layers}}
+    num_products = sum(count * kind.query_width * pairs[kind.window] for kind, count in layers.items())
+    attention = 4 * num_products + 6 * _num_state_values(config) * num_prefill_tokens
 
     steps = decode_steps(workload, max_num_seqs)
     kv_bytes = rates.bytes_per_value if kv_cache_dtype == "auto" else 1
-    num_kv_reads = 0
-    for window, count in layers.items():
-        of_layer = steps if window is None else decode_steps(workload, max_num_seqs, window)
-        num_kv_reads += count * sum(step.num_kv_reads for step in of_layer)
-    num_kv_bytes = num_kv_reads * kv_values_per_token * kv_bytes
+    num_kv_values = 0
+    for kind, count in layers.items():
+        of_layer = steps if kind.window is None else decode_steps(workload, max_num_seqs, kind.window)
+        num_kv_values += count * kind.kv_values * sum(step.num_kv_reads for step in of_layer)
+    num_kv_bytes = num_kv_values * kv_bytes
     num_kv_bytes += 2 * STATE_BYTES * _num_state_values(config) * sum(step.num_seqs for step in steps)
     multiply_one = products_of_a_token + 2 * weights.lm_head / rates.matrix_rate
 
@@ -171,10 +171,26 @@ def _floor_of_engine(
     )
 
 
-def _attention_layers(config: ModelConfig) -> Counter[int | None]:
-    """Return how many layers have each window; None: no window. Layers of linear attention are left out."""
-    is_linear = config.linear_attention.is_linear if config.linear_attention else (False,) * config.num_hidden_layers
-    return Counter(window for window, linear in zip(config.windows, is_linear, strict=True) if not linear)
+class AttentionKind(NamedTuple):
+    """Tells layers with attention apart by what the floor counts of them.
+
+    query_width: values of a query, of all heads. kv_values: values of a key and of a value, of all heads.
+    """
+
+    window: int | None
+    query_width: int
+    kv_values: int
+
+
+def _attention_layers(config: ModelConfig) -> Counter[AttentionKind]:
+    """Return how many layers are of each kind. Layers of linear attention are left out."""
+    kinds = Counter[AttentionKind]()
+    for index, window in enumerate(config.windows):
+        layer = config.of_layer(index)
+        width, values = layer.num_attention_heads * layer.head_dim, BlockLayout.of(layer, TensorParallel()).num_values
+        if not config.is_linear(index):
+            kinds[AttentionKind(window, width, sum(values))] += 1
+    return kinds
 
 
 def _num_state_values(config: ModelConfig) -> int:
@@ -260,8 +276,13 @@ def embedding_flops(config: ModelConfig, lens: list[int]) -> float:
     windows: list[int | None] = [None] * config.num_hidden_layers
     if encoder is not None and encoder.window is not None:
         windows = [2 * encoder.window - 1 if is_local else None for is_local in encoder.local_layers]
-    num_pairs = sum(length * min(length, window or length) for window in windows for length in lens)
-    flops_of_a_pair = 4.0 * config.num_attention_heads * config.head_dim / (2 if encoder is None else 1)
+    widths = [config.num_attention_heads * config.of_layer(index).head_dim for index in range(len(windows))]
+    num_pairs = sum(
+        width * length * min(length, window or length)
+        for width, window in zip(widths, windows, strict=True)
+        for length in lens
+    )
+    flops_of_a_pair = 4.0 / (2 if encoder is None else 1)
     return 2.0 * count_weights(config).dense * sum(lens) + flops_of_a_pair * num_pairs
 
 

@@ -251,6 +251,17 @@ GEMMA3 = {
     "sliding_window": 1024,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GEMMA4: dict[str, Any] = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_MOE = GEMMA4 | {"num_global_key_value_heads": 2, "enable_moe_block": True}
+GEMMA4_MOE |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 GPT_OSS: dict[str, Any] = {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}
 # What the config.json of a size says; those without another name are Qwen3's.
 SIZES = {
@@ -272,6 +283,8 @@ SIZES = {
     "qwen3.5-35B-A3B": _config("Qwen3_5MoeForCausalLM", 248320, 2048, None, 40, 16, 2, 32768),
     "qwen3-next-80B-A3B": _config("Qwen3NextForCausalLM", 151936, 2048, 5120, 48, 16, 2, 32768),
     "gemma3-12B": _config("Gemma3ForCausalLM", 262208, 3840, 15360, 48, 16, 8, 131072, **GEMMA3),
+    "gemma4-12B": _config("Gemma4UnifiedForCausalLM", 262144, 3840, 15360, 48, 16, 8, 262144, **GEMMA4),
+    "gemma4-26B-A4B": _config("Gemma4ForCausalLM", 262144, 2816, 2112, 30, 16, 8, 262144, **GEMMA4_MOE),
     "gpt-oss-20b": _config("GptOssForCausalLM", 201088, 2880, 2880, 24, 64, 8, None, **GPT_OSS),
     "glm-4.5-air": _config(
         *("Glm4MoeForCausalLM", 151552, 4096, 10944, 46, 96, 8, None),

@@ -49,6 +49,20 @@ def test_layers_with_a_window_attend_to_as_many_tokens_at_most_and_read_as_many(
     assert (full.decode_kv_seconds, floor.decode_kv_seconds) == ((6 + 2 + 7 + 3) * 8, (3 + 2 + 3 + 3) * 8)
 
 
+def test_layers_of_two_shapes_are_counted_each_by_its_own_heads_and_shared_caches_are_read_again() -> None:
+    sizes = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 4, "sliding_window": 3}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "global_head_dim": 4}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    inputs = {"hidden_size_per_layer_input": 2, "vocab_size_per_layer_input": 10}
+    config = read_native_config({"architectures": ["Gemma4ForCausalLM"], **sizes, **inputs})
+    local, of_all, mlp, of_input = 16 + 8 + 8 + 16, 32 + 16 + 16 + 32, 96, 2 * 4 * 2
+    sharing = (16 + 16) + (32 + 32)  # queries and outputs alone
+    assert count_weights(config) == Weights(local + of_all + sharing + 4 * mlp + 4 * of_input + 4 * 4 * 2, LM_HEAD)
+    floor = compute_floor(config, Workload(seed=0, prompts=[[1, 2, 3, 4, 5]], max_tokens=[2]), UNIT_RATES)
+    # Each of two layers reads 3 tokens of 2 keys and 2 values, and each of two others 6 tokens of 4 and 4.
+    assert floor.decode_kv_seconds == 2 * 3 * 4 * 2 + 2 * 6 * 8 * 2
+
+
 def test_what_samples_share_is_left_out_of_a_windows_reads() -> None:
     workload = Workload(0, [[1, 2, 3]], [3], num_samples=2)
     assert decode_steps(workload, 512, window=2) == [(2, 1 + 1), (2, 2 + 2)]

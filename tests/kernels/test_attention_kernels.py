@@ -73,7 +73,7 @@ def test_prefill_in_16_bits_equals_its_specification() -> None:
     assert_equals_specification(PREFILL_CASES["groups of 4, head_dim 128"], dtype=torch.float16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
 def test_prefill_with_less_shared_memory_equals_its_specification(
     head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +308,7 @@ def test_a_prefix_read_together_in_16_bits_equals_the_specification() -> None:
 def test_the_most_sharers_of_a_prefix_have_64_queries() -> None:
     assert [max_prefix_sharers(size) for size in (1, 2, 7, 16, 33, 64)] == [64, 32, 9, 4, 1, 1]
     assert [max_prefix_sharers(size, num_tokens=3) for size in (1, 2, 7, 16)] == [21, 10, 3, 1]
+    assert [max_prefix_sharers(size, head_dim=512) for size in (1, 4, 8, 16, 32)] == [32, 8, 4, 2, 1]
 
 
 def test_a_step_whose_groups_are_all_empty_is_a_step_without_groups() -> None:

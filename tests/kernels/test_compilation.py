@@ -48,13 +48,16 @@ def compiled(capability: int, **task: Any) -> list[dict[str, Any]]:
     ("head_dim", "num_tokens"),
     [
         (128, 8),
-        *(pytest.param(dim, most, marks=pytest.mark.slow) for dim, most in [(64, 16), (128, 16), (256, 4), (256, 16)]),
+        *(
+            pytest.param(dim, most, marks=pytest.mark.slow)
+            for dim, most in [(64, 16), (128, 16), (256, 4), (256, 16), (512, 4)]
+        ),
     ],
 )
 def test_attention_from_several_tokens_a_row_compiles_within_shared_memory(
     capability: int, head_dim: int, num_tokens: int
 ) -> None:
-    """In tiles of 16 to 64 queries; a full tile reads no prefix for several rows."""
+    """In tiles of 16 to 64 queries; a full tile reads no prefix for several rows. Of heads of 512 32 are full."""
     kernels = compiled(capability, options={"head_dim": head_dim, "num_tokens": num_tokens})
     assert sum(kernel["kernel"] == "_paged_decode_kernel" for kernel in kernels) == (8 if num_tokens < 16 else 4)
 
@@ -65,12 +68,17 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
 ) -> None:
     kernels = compiled(capability, config=MODELS[model], options=options)
     names = {kernel["kernel"] for kernel in kernels}
-    assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_norm_rope_store_kernel", "_best_group_kernel"} <= names
+    assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_best_group_kernel"} <= names
+    is_gemma4 = model.startswith("Gemma 4")
+    assert ("_norm_rope_store_kernel" in names) == (not is_gemma4)
+    assert ({"_qkv_norm_rope_store_kernel", "_scaled_norm_kernel"} <= names) == is_gemma4
     # The others have heads of 256, or sinks.
     has_kernel = model in ("Qwen3", "Qwen3-MoE", "Cohere2", "GLM-4.5")
     serves_hopper = capability == 90 and has_kernel
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
-    has_wide_experts = model in ("Qwen3-MoE", "Qwen3.5-MoE", "GLM-4.5") and options.get("quantization") != "fp8"
+    has_wide_experts = (
+        model in ("Qwen3-MoE", "Qwen3.5-MoE", "GLM-4.5", "Gemma 4") and options.get("quantization") != "fp8"
+    )
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and has_wide_experts)
     has_adapters = "enable_lora" in options
     assert ({"_shrink_kernel", "_expand_kernel"} <= names) == has_adapters
@@ -79,8 +87,8 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     assert ({"_convolve_kernel", "_prepare_chunks_kernel", "_pass_states_kernel", "_gated_norm_kernel"} <= names) == (
         model in ("Qwen3.5", "Qwen3.5-MoE")
     )
-    assert ("_cap_logits_kernel" in names) == (model == "Gemma 2")
-    has_experts = "MoE" in model or model in ("GLM-4.5", "gpt-oss")
+    assert ("_cap_logits_kernel" in names) == (model in ("Gemma 2", "Gemma 4"))
+    has_experts = "MoE" in model or model in ("Gemma 4", "GLM-4.5", "gpt-oss")
     assert ("_route_kernel" in names) == has_experts
     assert ("_gated_sum_kernel" in names) == (model == "Qwen3.5-MoE")
     in_8_bits = options.get("quantization") == "fp8" or model.endswith("-FP8")
@@ -89,5 +97,5 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     in_4_bits = options.get("quantization") == "int4"
     assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)
-    has_int4_experts = model == "gpt-oss" or (in_4_bits and model == "Qwen3-MoE")
+    has_int4_experts = model == "gpt-oss" or (in_4_bits and model in ("Gemma 4", "Qwen3-MoE"))
     assert ("_hopper_int4_experts_kernel" in names) == (has_int4_experts and capability == 90)

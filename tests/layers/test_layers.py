@@ -454,8 +454,16 @@ SIXTEEN = torch.bfloat16
         ("flash_attn", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=100), "of 8 up to 256, and the model has 100"),
         ("flash_attn", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=512), "of 8 up to 256, and the model has 512"),
         ("triton", BOTH, "cuda", torch.float32, FULL, "computes in 16 bits, and dtype is 'float32'; use dtype="),
-        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=100), "of 8 up to 256, and the model has 100"),
-        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=264), "of 8 up to 256, and the model has 264"),
+        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=100), "of 8 up to 512, and the model has 100"),
+        ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, head_dim=520), "of 8 up to 512, and the model has 520"),
+        (
+            "triton",
+            BOTH,
+            "cuda",
+            SIXTEEN,
+            replace(FULL, head_dim=512, num_heads=33 * 8),
+            "at most 32 query heads for a",
+        ),
         ("triton", BOTH, "cuda", SIXTEEN, replace(FULL, num_kv_heads=1, num_heads=65), "at most 64 query heads for a"),
         ("flash_attn", TRITON, "cuda", SIXTEEN, FULL, "the package flash-attn, which cannot be imported"),
         ("flash_attn", ("flash_attn",), "cuda", SIXTEEN, FULL, "the package triton, which cannot be imported"),
@@ -543,16 +551,19 @@ def test_a_gpu_before_ampere_is_refused_by_name(requested: str, monkeypatch: pyt
         ("auto", "cpu", torch.bfloat16, 128, "torch"),
         ("torch", "cpu", torch.float32, 128, "torch"),
         ("torch", "cuda", torch.bfloat16, 128, "torch"),
-        *(("auto", "cuda", torch.bfloat16, head_dim, "triton") for head_dim in (8, 64, 80, 96, 128, 200, 256)),
+        *(
+            ("auto", "cuda", torch.bfloat16, head_dim, "triton")
+            for head_dim in (8, 64, 80, 96, 128, 200, 256, 264, 512)
+        ),
         ("auto", "cuda", torch.float16, 64, "triton"),
         ("triton", "cuda", torch.float16, 64, "triton"),
         ("auto", "cuda", torch.float32, 128, "torch"),
         ("auto", "cuda", torch.bfloat16, 100, "torch"),
-        ("auto", "cuda", torch.bfloat16, 264, "torch"),
+        ("auto", "cuda", torch.bfloat16, 520, "torch"),
     ],
 )
 @pytest.mark.parametrize("window", [None, 7])
-def test_auto_takes_our_kernels_for_all_head_sizes_up_to_256_and_pytorch_for_the_rest(
+def test_auto_takes_our_kernels_for_all_head_sizes_up_to_512_and_pytorch_for_the_rest(
     requested: str,
     device: str,
     dtype: torch.dtype,
@@ -644,7 +655,7 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
     pytest.importorskip("triton")
     pretend_installed(monkeypatch, "triton")
     backends = AttentionBackends("auto", CUDA, torch.bfloat16, block_size=16)
-    for spec in (FULL, replace(FULL, window=7), replace(FULL, window=9), replace(FULL, head_dim=512)):
+    for spec in (FULL, replace(FULL, window=7), replace(FULL, window=9), replace(FULL, head_dim=520)):
         backends.for_layer(spec, LayerPlace())
     assert (backends.name, backends.needs_host, backends.max_prefix_sharers) == ("torch and triton", True, 32)
     assert backends.max_row_tokens == 32

@@ -16,8 +16,8 @@ from nanoinfer.layers.attention.cpu import CpuBackend
 from nanoinfer.layers.attention.metadata import MetadataT
 
 FLASH_ATTN = "nanoinfer.layers.attention.flash_attn"  # imports flash-attn's extension, and checks its version
-MAX_HEAD_DIM = 256
-MAX_GROUP_SIZE = 64
+MAX_HEAD_DIMS = {"flash_attn": 256, "triton": 512}
+MAX_GROUP_SIZE, MAX_WIDE_GROUP_SIZE = 64, 32  # of heads up to 256, and of larger ones
 BackendT = TypeVar("BackendT", bound=Backend)
 
 
@@ -147,15 +147,17 @@ class AttentionBackends:
             return f"needs a GPU of compute capability 8.0 or more, and {gpu} has less"
         if self.dtype == torch.float32:
             return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
-        if spec.head_dim % 8 != 0 or spec.head_dim > MAX_HEAD_DIM:
+        largest = MAX_HEAD_DIMS[backend]
+        if spec.head_dim % 8 != 0 or spec.head_dim > largest:
             return (
-                f"takes a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, and the model has {spec.head_dim}; "
+                f"takes a head_dim that is a multiple of 8 up to {largest}, and the model has {spec.head_dim}; "
                 "use another model"
             )
-        if backend == "triton" and spec.group_size > MAX_GROUP_SIZE:
+        most = MAX_GROUP_SIZE if spec.head_dim <= 256 else MAX_WIDE_GROUP_SIZE
+        if backend == "triton" and spec.group_size > most:
             return (
-                f"takes at most {MAX_GROUP_SIZE} query heads for a KV head, and the model has {spec.group_size}; "
-                "use another model"
+                f"takes at most {most} query heads for a KV head, and the model has {spec.group_size}; use another "
+                "model"
             )
         return self._obstacle_of_flash_attn(spec) if backend == "flash_attn" else None
 

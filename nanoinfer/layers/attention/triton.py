@@ -9,10 +9,10 @@ from torch import Tensor
 from nanoinfer.layers.attention.backend import AttentionBackend, AttentionSpec
 from nanoinfer.layers.attention.metadata import DecodeMetadata, MetadataT, PrefillMetadata
 from nanoinfer.ops.decode_attention.triton import (
-    MAX_QUERIES,
     TileList,
     has_large_tiles,
     max_prefix_sharers,
+    max_queries,
     paged_decode_attention,
     plan_decode,
     shared_prefix_attention,
@@ -69,9 +69,10 @@ class TritonBackend(AttentionBackend):
         self.for_prefill = for_prefill
         self.has_hopper_kernel = has_hopper_kernel
         self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
-        self.max_row_tokens = MAX_QUERIES // spec.group_size
+        self.max_row_tokens = max_queries(spec.head_dim) // spec.group_size
         reads_prefixes_once = spec.window is None and spec.causal
-        self.max_prefix_sharers = max_prefix_sharers(spec.group_size) if reads_prefixes_once else 0
+        sharers = max_prefix_sharers(spec.group_size, head_dim=spec.head_dim)
+        self.max_prefix_sharers = sharers if reads_prefixes_once else 0
 
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
         plan: PrefillPlan | DecodePlan
@@ -117,7 +118,7 @@ class TritonBackend(AttentionBackend):
 
     def _plan_prefill(self, metadata: PrefillMetadata, cache: LayerCache) -> PrefillPlan:
         device, lens, contexts = metadata.cu_query_lens.device, metadata.query_lens, metadata.context_lens
-        tiles = plan_prefill(lens, contexts, self.spec.group_size, device)
+        tiles = plan_prefill(lens, contexts, self.spec.group_size, device, self.spec.head_dim)
         seen = sum(num * (context - num / 2) for num, context in zip(lens, contexts, strict=True))
         if not self.has_hopper_kernel or seen < LONG_CONTEXT * sum(lens):
             return PrefillPlan(tiles)
@@ -133,7 +134,7 @@ class TritonBackend(AttentionBackend):
         first_tokens = None
         if self.spec.window is not None:
             first_tokens = lens - self.spec.window
-        elif shared is not None and max_prefix_sharers(self.spec.group_size, num_tokens) > 1:
+        elif shared is not None and max_prefix_sharers(self.spec.group_size, num_tokens, head_dim) > 1:
             first_tokens = shared.num_shared_blocks * block_size
             prefix_lens = torch.where(shared.num_sharers > 0, first_tokens, 0)
             prefixes = plan_decode(prefix_lens, tables, block_size, head_dim, least_tiles=0)

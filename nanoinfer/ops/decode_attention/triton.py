@@ -42,6 +42,7 @@ PROGRAMS_PER_SM = 2  # what fits, each with three tiles in flight or in use
 STAGES = 5  # a tile's slot is read two stages before the tile, and the tile two stages before its use
 SMALL_TILE = 32  # queries; larger tiles take so much shared memory that one program fills a multiprocessor
 MAX_QUERIES = 64  # in a tile: query heads of a KV head x tokens of a row x rows that share a prefix
+MAX_WIDE_QUERIES = 32  # the same, of heads of more than 256
 # A tile's flags. Bit 0: it is the last one of its row. Bit 1: its row does not attend from the first token on. Bits 2
 # to 7: how many query tokens the row has after its first. Above: how many tokens of the tile lie before the first one
 # that the row's first query token attends to; negative where all of them lie after it.
@@ -316,7 +317,7 @@ def _paged_decode_kernel(
     num_kv_heads: tl.constexpr,
     group_size: tl.constexpr,
     num_tokens: tl.constexpr,  # query tokens of a row
-    num_queries: tl.constexpr,  # of a row and a KV head; in the pass over prefixes MAX_QUERIES
+    num_queries: tl.constexpr,  # of a row and a KV head; in the pass over prefixes `max_queries`
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # head_dim, padded
@@ -564,8 +565,8 @@ def paged_decode_attention(
     """Compute what `decode_attention` in spec.py does, from a plan in the place of block tables, lengths and a window.
 
     q: (num_rows * num_tokens, num_heads, head_dim), the tokens of a row one after the other; heads contiguous, head_dim
-    at most 256. Token j of a row attends to j tokens more than its first one. A row may have fewer real tokens; see
-    `num_row_tokens` of `plan_decode`. The query heads of a KV head times num_tokens are at most MAX_QUERIES.
+    at most 512. Token j of a row attends to j tokens more than its first one. A row may have fewer real tokens; see
+    `num_row_tokens` of `plan_decode`. The query heads of a KV head times num_tokens are at most `max_queries`.
     cache: contiguous; block_size a multiple of 16. plan: from `plan_decode`. A row without tokens gives zeros.
     windowed: whether the plan has first tokens that are no multiple of the block size.
     prefix: from `shared_prefix_attention`, where the plan leaves the shared prefixes out.
@@ -595,9 +596,14 @@ def shared_prefix_attention(
     return PrefixResult(out, lse)
 
 
-def max_prefix_sharers(group_size: int, num_tokens: int = 1) -> int:
+def max_queries(head_dim: int) -> int:
+    """Return how many queries a tile may have."""
+    return MAX_QUERIES if head_dim <= 256 else MAX_WIDE_QUERIES
+
+
+def max_prefix_sharers(group_size: int, num_tokens: int = 1, head_dim: int = 128) -> int:
     """Return how many rows can read a shared prefix together, with `group_size` query heads for each KV head."""
-    return MAX_QUERIES // (group_size * num_tokens)
+    return max_queries(head_dim) // (group_size * num_tokens)
 
 
 def has_large_tiles(in_8_bits: bool, num_queries: int) -> bool:
@@ -606,7 +612,7 @@ def has_large_tiles(in_8_bits: bool, num_queries: int) -> bool:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the size that kernels compute with: 64, 128 or 256."""
+    """Return the size that kernels compute with: 64, 128, 256 or 512."""
     return max(64, next_power_of_2(head_dim))
 
 
@@ -630,15 +636,16 @@ def _launch(
     _, num_kv_heads, block_size, _ = cache.k.shape
     num_rows = len(row_starts) - 1
     group_size, num_tokens = num_heads // num_kv_heads, len(q) // num_rows
-    num_queries = group_size * num_tokens if num_sharers is None else MAX_QUERIES
-    assert group_size * num_tokens <= MAX_QUERIES, f"{num_tokens} tokens of {group_size} heads do not fit into a tile"
+    most = max_queries(head_dim)
+    num_queries = group_size * num_tokens if num_sharers is None else most
+    assert group_size * num_tokens <= most, f"{num_tokens} tokens of {group_size} heads do not fit into a tile"
     assert block_size % tile_size == 0, f"tiles of {tile_size} tokens do not lie within blocks of {block_size}"
     v_cache = cache.v
     if in_8_bits := cache.k_scales is not None:
         assert head_dim % 4 == 0, f"a head_dim of {head_dim} values of 8 bits is not made of words"
         v_cache = v_cache.view(torch.int32)
     queries = max(MIN_QUERIES, next_power_of_2(num_queries))
-    num_programs = num_multiprocessors(q.device) * (PROGRAMS_PER_SM if queries <= SMALL_TILE else 1)
+    num_programs = num_multiprocessors(q.device) * _programs_per_multiprocessor(q.device, queries, head_dim)
     num_shares = max(1, num_programs // num_kv_heads)
     shapes = {
         "num_kv_heads": num_kv_heads,
@@ -697,7 +704,7 @@ def _launch(
         **shapes,
         QUERIES=queries,
         SPLITS=16 // queries,  # small programs, which fit on the GPU beside those that they wait for
-        num_warps=2,
+        num_warps=2 if head_dim <= 256 else 4,
         **overlap_options(q.device),
     )
 
@@ -713,10 +720,20 @@ def _num_warps(queries: int, head_dim: int, in_8_bits: bool) -> int:
 
     In 8 bits the assembler of Triton 3.6 also makes wrong code of many queries with four warps (docs/quantization.md).
     """
+    if head_dim > 256:
+        return 8 if queries > MIN_QUERIES else 4
     return 8 if queries > SMALL_TILE and (in_8_bits or head_dim > 128) else 4
+
+
+def _programs_per_multiprocessor(device: torch.device, queries: int, head_dim: int) -> int:
+    """Return how many programs fit into a multiprocessor's shared memory."""
+    fits = queries <= SMALL_TILE and (head_dim <= 256 or has_large_shared_memory(device))
+    return PROGRAMS_PER_SM if fits else 1
 
 
 def _num_stages(device: torch.device, queries: int, head_dim: int) -> int:
     """Return how deep a pipeline fits into shared memory."""
+    if head_dim > 256:
+        return 3
     always, on_hopper = (SMALL_TILE, MAX_QUERIES) if head_dim <= 128 else (MIN_QUERIES, SMALL_TILE)
     return STAGES if queries <= (on_hopper if has_large_shared_memory(device) else always) else 3

@@ -175,7 +175,7 @@ def _multiply(
             second += gl.load(ptrs + distance, mask=is_second, other=0.0).to(gl.float32)[None, :]
         if GATED:
             if expert < num_experts:
-                out = gated(first, second, clamps, dtype, GATED == "gelu")
+                out = gated(first, second, clamps, dtype, GATED == 2)
                 out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * (num_columns // 2) + column[None, :]
                 gl.store(out_ptrs, out.to(dtype), mask=first_mask)
         else:
@@ -202,7 +202,8 @@ def _hopper_experts_kernel(
     num_experts: gl.constexpr,
     num_columns: gl.constexpr,  # rows of an expert's weight
     depth: gl.constexpr,
-    # True or "gelu": rows are those of tokens, and columns those of gate and up. False: rows are those of pairs.
+    # True or 2 (GEGLU of triton.py): rows are those of tokens, and columns those of gate and up. False: rows are those
+    # of pairs.
     GATED: gl.constexpr,
     ROWS: gl.constexpr,
     PART: gl.constexpr,

@@ -237,7 +237,8 @@ def _hopper_int4_experts_kernel(
     num_lines: gl.constexpr,  # of an expert's weight
     num_groups: gl.constexpr,  # of a line
     depth: gl.constexpr,  # of x; inputs of the weight behind it are 0
-    # True or "gelu": rows are those of tokens, and lines those of gate and up. False: rows are those of pairs.
+    # True or 2 (GEGLU of triton.py): rows are those of tokens, and lines those of gate and up. False: rows are those of
+    # pairs.
     GATED: gl.constexpr,
     CLAMPED: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,  # that a group has; 1: one or a share of one
@@ -276,7 +277,7 @@ def _hopper_int4_experts_kernel(
         acc += gl.expand_dims(bias.to(gl.float32), 1)
     if GATED:
         clamps = (limit, alpha)
-        is_gelu: gl.constexpr = GATED == "gelu"
+        is_gelu: gl.constexpr = GATED == 2
         inner_size: gl.constexpr = num_lines // 2
         _store_activations(acc, pairs_ptr, tile, clamps, out_ptr, first_line, num_pairs, inner_size, CLAMPED, is_gelu)
     else:

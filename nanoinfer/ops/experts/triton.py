@@ -28,6 +28,8 @@ from nanoinfer.ops.experts.triton_fp8 import fp8_expert_mlp as fp8_expert_mlp
 from nanoinfer.ops.int4.triton import WORDS, int4_tile_product, widen
 from nanoinfer.ops.routing.triton import TilePlan, plan_tiles, row_of_result, tile_pairs, tile_rows
 
+GEGLU = tl.constexpr(2)  # where True stands for SwiGLU
+
 
 @triton.jit
 def _tile_product(
@@ -131,7 +133,7 @@ def _grouped_product_kernel(
     depth: tl.constexpr,
     num_groups: tl.constexpr,
     E2M1: tl.constexpr,
-    # True or "gelu": x has the rows of tokens, and the weight those of gate and up. False: x has those of pairs.
+    # True or GEGLU: x has the rows of tokens, and the weight those of gate and up. False: x has those of pairs.
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -192,7 +194,7 @@ def _grouped_product_kernel(
         acc += tl.load(bias_ptrs, mask=column < num_rows, other=0.0).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS // 2, 2)))
-        out = gated(gate, up, dtype, GATED == "gelu") if bias_ptr is None else _clamped(gate, up, limit, alpha, dtype)
+        out = gated(gate, up, dtype, GATED == GEGLU) if bias_ptr is None else _clamped(gate, up, limit, alpha, dtype)
         column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * (num_rows // 2) + column[None, :]
         tl.store(out_ptrs, out.to(dtype), mask=is_pair[:, None] & (column < num_rows // 2)[None, :])
@@ -240,7 +242,7 @@ def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None, is_geglu
 
         product = hopper.grouped_product
     # Both weights are widened one after the other, in the same memory.
-    glu = "gelu" if is_geglu else True
+    glu = GEGLU.value if is_geglu else True
     product(hidden, _held(gate_up, in_4_bits, hidden.dtype), plan, weights, gated, is_gated=glu, clamps=clamps)
     product(gated, _held(down, in_4_bits, hidden.dtype), plan, weights, out, is_gated=False)
     return out
@@ -283,13 +285,13 @@ def grouped_product(
     plan: TilePlan,
     pair_weights: Tensor,
     out: Tensor,
-    is_gated: bool | str,
+    is_gated: bool | int,
     clamps: tuple[float, float] | None = None,
 ) -> None:
     """Multiply the rows of each expert's pairs, as `plan` lists them, with its rows of the weight.
 
     is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_rows / 2), by
-    GeGLU if it is "gelu"; else x is (num_pairs, depth), and out becomes the products times `pair_weights`,
+    GeGLU if it is GEGLU; else x is (num_pairs, depth), and out becomes the products times `pair_weights`,
     (num_choices, num_tokens, num_rows).
     The weight's rows may be longer than those of x. Scales of MXFP4 are those of blocks, int32. clamps: of SwiGLU.
     """

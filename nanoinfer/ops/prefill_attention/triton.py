@@ -29,6 +29,8 @@ from nanoinfer.ops.decode_attention.triton import LIFT, LOG2_E, MASKED, padded_h
 from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
+# The same of heads of more than 256, whose sums would not fit into registers, and with less shared memory queries.
+WIDE_TILE_ROWS, SMALL_WIDE_TILE_ROWS = 64, 32
 
 
 class Shape(NamedTuple):
@@ -40,10 +42,10 @@ class Shape(NamedTuple):
 
 
 # By head size, padded: where a program may have 200 KiB of shared memory (measured on an H200), and where it has less.
-SHAPES = {64: Shape(128, 3, 128), 128: Shape(64, 3, 128), 256: Shape(64, 2, None)}
+SHAPES = {64: Shape(128, 3, 128), 128: Shape(64, 3, 128), 256: Shape(64, 2, None), 512: Shape(32, 2, None)}
 # For a cache in 8 bits, whose conversion takes registers. Chosen by what compiles without spilling them.
-SHAPES_IN_8_BITS = {64: Shape(64, 3, 128), 128: Shape(64, 3, None), 256: Shape(32, 2, None)}
-SMALL_SHAPES = {64: Shape(128, 3, None), 128: Shape(64, 3, None), 256: Shape(16, 2, None)}
+SHAPES_IN_8_BITS = {64: Shape(64, 3, 128), 128: Shape(64, 3, None), 256: Shape(32, 2, None), 512: Shape(32, 2, None)}
+SMALL_SHAPES = {64: Shape(128, 3, None), 128: Shape(64, 3, None), 256: Shape(16, 2, None), 512: Shape(16, 2, None)}
 
 
 @triton.jit
@@ -230,16 +232,21 @@ def _paged_prefill_kernel(
 
 
 def plan_prefill(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], group_size: int, device: torch.device
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    group_size: int,
+    device: torch.device,
+    head_dim: int = 128,
 ) -> Tensor:
     """List the tiles of queries for `paged_prefill_attention`, those with the longest contexts first.
 
     query_lens, context_lens: tokens of each chunk, and of its context, the chunk's own included. group_size: query
-    heads for each KV head. Returns (num_tiles, 4) int32: the tile's first token among those of the step, how many
-    tokens it has, the position of the first one in its context, and its chunk. The host does not wait for the device.
+    heads for each KV head. head_dim: their size. Returns (num_tiles, 4) int32: the tile's first token among those of
+    the step, how many tokens it has, the position of the first one in its context, and its chunk. The host does not
+    wait for the device.
     """
     lens, contexts = np.array(query_lens), np.array(context_lens)
-    size = max(1, _tile_rows(group_size) // group_size)
+    size = max(1, tile_rows(group_size, head_dim, device) // group_size)
     counts = -(-lens // size)
     chunk = np.repeat(np.arange(len(lens)), counts)
     offset = (np.arange(len(chunk)) - np.repeat(counts.cumsum() - counts, counts)) * size
@@ -265,7 +272,7 @@ def paged_prefill_attention(
     For each chunk it computes `causal_attention` or `full_attention` in spec.py, of what `gather_context` reads there.
 
     q: (num_tokens, num_heads, head_dim), the heads of a token contiguous; num_heads a multiple of the KV heads,
-    head_dim at most 256. cache: contiguous; block_size a multiple of 16. tiles: from `plan_prefill`.
+    head_dim at most 512. cache: contiguous; block_size a multiple of 16. tiles: from `plan_prefill`.
     block_tables: (num_chunks, max_blocks) int32. cu_lens: (num_chunks + 1,) int32, where each text begins and ends, for
     attention to both sides; None for causal attention.
     """
@@ -294,7 +301,7 @@ def paged_prefill_attention(
         block_size=block_size,
         head_dim=head_dim,
         HEAD_DIM=padded_head_dim(head_dim),
-        ROWS=_tile_rows(group_size),
+        ROWS=tile_rows(group_size, head_dim, q.device),
         KEYS=math.gcd(block_size, shape.keys),
         WINDOW=window,
         CAUSAL=cu_lens is None,
@@ -306,5 +313,9 @@ def paged_prefill_attention(
     return out
 
 
-def _tile_rows(group_size: int) -> int:
-    return max(TILE_ROWS, next_power_of_2(group_size))
+def tile_rows(group_size: int, head_dim: int, device: torch.device) -> int:
+    """Return how many queries a tile has room for."""
+    rows = TILE_ROWS
+    if head_dim > 256:
+        rows = WIDE_TILE_ROWS if has_large_shared_memory(device) else SMALL_WIDE_TILE_ROWS
+    return max(rows, next_power_of_2(group_size))
