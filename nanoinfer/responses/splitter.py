@@ -145,7 +145,8 @@ class TagSplitter(Splitter):
         if self._num_broken >= MAX_BROKEN or (is_bare and self.part != "content"):
             return False
         # Within a thought, calls are read only once it is known to have no end.
-        self._around, self.part, self._num_ends = self.part, "tool_calls", MAX_ENDS * (self.part == "reasoning")
+        self._num_ends = MAX_ENDS if self.part == "reasoning" else 0
+        self._around, self.part = self.part, "tool_calls"
         self._start, self._mark_end, self._next_end = start if is_bare else end, end, end
         return True
 
