@@ -122,10 +122,8 @@ class TagSplitter(Splitter):
         self._num_broken = 0  # calls that could not be read since the last that could
 
     def _settle(self, is_final: bool) -> bool:
-        return self._read_calls(is_final) if self.part == "tool_calls" else self._read_to_mark(is_final)
-
-    def _read_to_mark(self, is_final: bool) -> bool:
-        """Read up to the next mark and what it begins; return False if more of the text has to come first."""
+        if self.part == "tool_calls":
+            return self._read_calls(is_final)
         found = self._marks.search(self.text, self._pos)
         if found is None:
             # The end of the text may be the beginning of a mark.
