@@ -118,7 +118,6 @@ class TagSplitter(Splitter):
         self._around: Part | None = None  # the part in which the tool call stands that is being read
         self._mark_end, self._start = 0, 0  # where the mark of this call ends, and what is to be read begins
         self._next_end, self._num_ends = 0, 0  # where to look for the end of it; how many ends it did not have
-        self._thought_end, self._num_searched = -1, 0  # where the next end of a thought begins; how much has none
         self._num_broken = 0  # calls that could not be read since the last that could
 
     def _settle(self, is_final: bool) -> bool:
@@ -142,10 +141,10 @@ class TagSplitter(Splitter):
         """Begin to read tool calls after a mark; return False for a mark that is text there."""
         if self._num_broken >= MAX_BROKEN or (is_bare and self.part != "content"):
             return False
-        # Within a thought, calls are read only once it is known to have no end.
-        self._num_ends = MAX_ENDS if self.part == "reasoning" else 0
-        self._around, self.part = self.part, "tool_calls"
-        self._start, self._mark_end, self._next_end = start if is_bare else end, end, end
+        # However many marks a thought has, its end is looked for once.
+        searched = self._next_end if self.part == "reasoning" else 0
+        self._around, self.part, self._num_ends = self.part, "tool_calls", 0
+        self._start, self._mark_end, self._next_end = start if is_bare else end, end, max(end, searched)
         return True
 
     def _switch(self, mark: str, end: int) -> bool:
@@ -154,7 +153,7 @@ class TagSplitter(Splitter):
             if self.part in self._has_text:
                 return False
             self._mark(end)
-            self.part = "reasoning"
+            self.part, self._next_end = "reasoning", end
             return True
         if self.part == "content":
             if self._has_thought or any(span.calls for span in self.spans):
@@ -167,11 +166,14 @@ class TagSplitter(Splitter):
 
     def _read_calls(self, is_final: bool) -> bool:
         """Read the tool calls that begin here; return False if more of the text has to come first."""
-        if self._around == "reasoning" and self._thought_goes_on():
-            return self._give_up()
         calls, has_new_end = self._calls, False
-        while calls.end and self._num_ends < MAX_ENDS and (end := self.text.find(calls.end, self._next_end)) >= 0:
+        end_mark = self._family.reasoning_end if self._around == "reasoning" else calls.end
+        while end_mark and self._num_ends < MAX_ENDS and (end := self.text.find(end_mark, self._next_end)) >= 0:
+            if self._around == "reasoning":  # the thought goes on
+                self._next_end = end
+                return self._give_up()
             self._next_end, self._num_ends, has_new_end = end + 1, self._num_ends + 1, True
+        self._next_end = max(self._next_end, len(self.text) - len(end_mark) + 1)
         if has_new_end or is_final:
             found, read_to = calls.read(self.text, self._start)
             closing = skip_space(self.text, read_to)
@@ -180,17 +182,7 @@ class TagSplitter(Splitter):
                 return self._end_calls(found, closing + len(calls.end) if is_closed else read_to)
             if is_final:
                 return self._give_up()
-        self._next_end = max(self._next_end, len(self.text) - len(calls.end) + 1)
         return False
-
-    def _thought_goes_on(self) -> bool:
-        """Return whether the end of the thought comes later. However many marks ask, the text is searched once."""
-        mark = self._family.reasoning_end
-        if self._thought_end < self._mark_end:
-            self._thought_end = self.text.find(mark, max(self._mark_end, self._num_searched))
-            if self._thought_end < 0:
-                self._num_searched = len(self.text) - len(mark) + 1
-        return self._thought_end >= 0
 
     def _give_up(self) -> bool:
         """Leave a mark that no tool call follows to the part that it stands in."""
