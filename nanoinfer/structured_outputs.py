@@ -3,6 +3,7 @@
 import json as json_format
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from nanoinfer.errors import NOT_SUPPORTED, ConfigError, Foreigners, RequestError, check_names, with_checked_names
@@ -101,13 +102,7 @@ class StructuredOutputsParams:
     @property
     def includes_thought(self) -> bool | None:
         """Return whether it holds from the first token on, or after a thought; None where it does not say so."""
-        if self.structural_tag is None:
-            return None
-        try:
-            given = json_format.loads(str(self.structural_tag)).get("includes_thought")
-        except (ValueError, RecursionError, AttributeError):  # what is wrong with it is said when it is compiled
-            return None
-        return given if isinstance(given, bool) else None
+        return None if self.structural_tag is None else _includes_thought(str(self.structural_tag))
 
     def __str__(self) -> str:
         return f"structured_outputs {self.kind}={shorten(getattr(self, self.kind))}"
@@ -146,6 +141,15 @@ def shorten(value: object) -> str:
     except (RecursionError, ValueError):  # it is nested too deep, or has a number of too many digits
         return f"a {type(value).__name__} that is too deep or too large to be shown"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+@lru_cache  # many requests have the same
+def _includes_thought(structural_tag: str) -> bool | None:
+    try:
+        given = json_format.loads(structural_tag).get("includes_thought")
+    except (ValueError, RecursionError, AttributeError):  # what is wrong with it is said when it is compiled
+        return None
+    return given if isinstance(given, bool) else None
 
 
 def _to_text(name: str, value: object, what: str) -> str:

@@ -27,6 +27,15 @@ TOWERS = (
 BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
 
 
+def of_all_experts(kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return how names of tensors end that have all experts -> how ours do. kinds: what follows "_proj" in both."""
+    return {
+        f"experts.{name}_proj{theirs}": f"experts.{name}_proj.{ours}"
+        for name in ("gate_up", "down")
+        for theirs, ours in kinds.items()
+    }
+
+
 class DecoderForCausalLM(NativeModel):
     """Holds a decoder and its head: the whole model, or a rank's share. The head may score texts, or be absent.
 
@@ -41,15 +50,9 @@ class DecoderForCausalLM(NativeModel):
     unused_prefixes: ClassVar[tuple[str, ...]] = TOWERS
     # How names of parameters end in the checkpoint -> in ours, where the last part is no module's own: all experts in
     # one tensor.
-    renamed_endings: ClassVar[Mapping[str, str]] = {
-        f"experts.{name}_proj{ending}": f"experts.{name}_proj.{kind}"
-        for name in ("gate_up", "down")
-        for ending, kind in (
-            ("", "weight"),
-            ("_scale_inv", "weight_scale_inv"),
-            ("_activation_scale", "activation_scale"),
-        )
-    }
+    renamed_endings: ClassVar[Mapping[str, str]] = of_all_experts(
+        {"": "weight", "_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale"}
+    )
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),

@@ -7,7 +7,7 @@ from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.fields import Fields
 from nanoinfer.layers.experts import ClampedExperts
 from nanoinfer.layers.moe import BiasedRouter, SparseMoE
-from nanoinfer.models.causal_lm import DecoderForCausalLM
+from nanoinfer.models.causal_lm import DecoderForCausalLM, of_all_experts
 from nanoinfer.models.config_fields import read_alternating_windows, read_experts
 from nanoinfer.models.decoder_spec import DecoderSpec
 
@@ -49,14 +49,5 @@ class GptOssForCausalLM(DecoderForCausalLM):
     renamed_modules: ClassVar = {"router": "gate"}
     renamed_endings: ClassVar = {
         "self_attn.sinks": "self_attn.sinks.weight",
-        **{
-            f"experts.{name}_proj{ending}": f"experts.{name}_proj.{ours}"
-            for name in ("gate_up", "down")
-            for ending, ours in {
-                "": "weight",
-                "_bias": "bias",
-                "_blocks": "weight_blocks",
-                "_scales": "weight_scales",
-            }.items()
-        },
+        **of_all_experts({"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}),
     }

@@ -12,8 +12,9 @@ from multiprocessing.connection import wait
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.constraints.constraints import Constraints, RequestConstraint
+from nanoinfer.constraints.constraints import Constraints
 from nanoinfer.constraints.grammars import Grammar
+from nanoinfer.constraints.request_constraint import RequestConstraint
 from nanoinfer.constraints.token_sets import TokenSet
 from nanoinfer.device import select_devices
 from nanoinfer.engine.preparer import Preparer

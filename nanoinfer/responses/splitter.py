@@ -71,6 +71,11 @@ class Splitter:
 
     def _scan(self, is_final: bool) -> None:
         """Settle as much of the text as can be settled."""
+        while self._settle(is_final):
+            pass
+
+    def _settle(self, is_final: bool) -> bool:
+        """Settle a piece of the text; return False if more of it has to come first."""
         raise NotImplementedError
 
     def _add(self, end: int) -> None:
@@ -115,31 +120,31 @@ class TagSplitter(Splitter):
         self._next_end, self._num_ends = 0, 0  # where to look for the end of it; how many ends it did not have
         self._num_broken = 0  # calls that could not be read since the last that could
 
-    def _scan(self, is_final: bool) -> None:
-        while True:
-            if self.part == "tool_calls":
-                if not self._read_calls(is_final):
-                    return
-                continue
-            found = self._marks.search(self.text, self._pos)
-            if found is None:
-                # The end of the text may be the beginning of a mark.
-                self._add(len(self.text) if is_final else len(self.text) - self._longest + 1)
-                return
-            self._add(found.start())
-            if found[0] not in (self._calls.start, self._calls.bare_start):
-                is_mark = self._switch(found[0], found.end())
-            else:
-                is_mark = self._begin_calls(found[0] != self._calls.start, found.start(), found.end())
-            if not is_mark:
-                self._add(found.end())
+    def _settle(self, is_final: bool) -> bool:
+        if self.part == "tool_calls":
+            return self._read_calls(is_final)
+        found = self._marks.search(self.text, self._pos)
+        if found is None:
+            # The end of the text may be the beginning of a mark.
+            self._add(len(self.text) if is_final else len(self.text) - self._longest + 1)
+            return False
+        self._add(found.start())
+        if found[0] not in (self._calls.start, self._calls.bare_start):
+            is_mark = self._switch(found[0], found.end())
+        else:
+            is_mark = self._begin_calls(found[0] != self._calls.start, found.start(), found.end())
+        if not is_mark:
+            self._add(found.end())
+        return True
 
     def _begin_calls(self, is_bare: bool, start: int, end: int) -> bool:
         """Begin to read tool calls after a mark; return False for a mark that is text there."""
         if self._num_broken >= MAX_BROKEN or (is_bare and self.part != "content"):
             return False
+        # However many marks a thought has, its end is looked for once.
+        searched = self._next_end if self.part == "reasoning" else 0
         self._around, self.part, self._num_ends = self.part, "tool_calls", 0
-        self._start, self._mark_end, self._next_end = start if is_bare else end, end, end
+        self._start, self._mark_end, self._next_end = start if is_bare else end, end, max(end, searched)
         return True
 
     def _switch(self, mark: str, end: int) -> bool:
@@ -148,7 +153,7 @@ class TagSplitter(Splitter):
             if self.part in self._has_text:
                 return False
             self._mark(end)
-            self.part = "reasoning"
+            self.part, self._next_end = "reasoning", end
             return True
         if self.part == "content":
             if self._has_thought or any(span.calls for span in self.spans):
@@ -165,8 +170,10 @@ class TagSplitter(Splitter):
         end_mark = self._family.reasoning_end if self._around == "reasoning" else calls.end
         while end_mark and self._num_ends < MAX_ENDS and (end := self.text.find(end_mark, self._next_end)) >= 0:
             if self._around == "reasoning":  # the thought goes on
+                self._next_end = end
                 return self._give_up()
             self._next_end, self._num_ends, has_new_end = end + 1, self._num_ends + 1, True
+        self._next_end = max(self._next_end, len(self.text) - len(end_mark) + 1)
         if has_new_end or is_final:
             found, read_to = calls.read(self.text, self._start)
             closing = skip_space(self.text, read_to)
@@ -175,7 +182,6 @@ class TagSplitter(Splitter):
                 return self._end_calls(found, closing + len(calls.end) if is_closed else read_to)
             if is_final:
                 return self._give_up()
-        self._next_end = max(self._next_end, len(self.text) - len(end_mark) + 1)
         return False
 
     def _give_up(self) -> bool:
@@ -216,9 +222,8 @@ class HarmonySplitter(Splitter):
         self._body = 0  # where the message begins
         self._next_end = 0  # where to look for the end of the header or message
 
-    def _scan(self, is_final: bool) -> None:
-        while (self._read_header if self.part is None else self._read_message)(is_final):
-            pass
+    def _settle(self, is_final: bool) -> bool:
+        return self._read_header(is_final) if self.part is None else self._read_message(is_final)
 
     def _read_header(self, is_final: bool) -> bool:
         """Read what precedes a message; return False if more of the text has to come first."""

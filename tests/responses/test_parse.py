@@ -116,6 +116,7 @@ def test_a_long_broken_answer_takes_no_longer_than_it_should(family):
     texts += ["</parameter>" * 9000, f"a{space}<|message|>", f"<|channel|>{space}a b <|message|>", calls + 2 * space]
     texts += ["to=" * 9000 + "<|message|>"]
     texts += ["<tool_call><function=f><parameter=a>\n</parameter></tool_call>" * 1600, f"{start}{{oops\n{end}\n" * 3500]
+    texts += [start * 12_000, start * 12_000 + thought, f"{start}\n" * 8000]
     for text in texts:
         began = time.perf_counter()
         parse_response(text, family.name, prompt=family.turn_start)
