@@ -58,7 +58,7 @@ def smaller_steps(limits: RunnerLimits, config: EngineConfig) -> RunnerLimits | 
     if config.max_num_batched_tokens == DEFAULT_STEP_TOKENS and limits.max_num_batched_tokens > least:
         return replace(limits, max_num_batched_tokens=limits.max_num_batched_tokens // 2)
     if config.max_num_seqs == DEFAULT_ROWS and limits.max_num_seqs > LEAST_ROWS:
-        return replace(limits, max_num_seqs=limits.max_num_seqs // 2)
+        return replace(limits, max_num_seqs=max(LEAST_ROWS, limits.max_num_seqs // 2))
     return None
 
 

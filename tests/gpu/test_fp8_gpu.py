@@ -19,7 +19,14 @@ from nanoinfer.ops.activations.spec import gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.device_properties import has_fp8_products
 from nanoinfer.ops.common.fp8_format import QuantizedRows, RowFormat
 from nanoinfer.ops.experts.spec import ExpertWeights, fp8_expert_mlp
-from nanoinfer.ops.fp8.spec import dequantize_rows, dequantize_weight, fp8_product, quantize_rows, quantize_weight
+from nanoinfer.ops.fp8.spec import (
+    dequantize_rows,
+    dequantize_weight,
+    fp8_product,
+    quantize_rows,
+    quantize_weight,
+    widen_weight,
+)
 from nanoinfer.ops.norms.spec import add_rms_norm, add_rms_norm_to_fp8
 from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.method_selection import quantize_layer
@@ -167,6 +174,20 @@ def test_a_row_parallel_product_of_few_tokens_is_split_over_k(
     assert_near(actual, expected, 2e-2)
     # Rounding partial sums to bfloat16 costs 0.17%, adding them up in tensor cores up to 0.1%.
     assert (actual - expected).norm() / expected.norm() < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [None, 128])
+@pytest.mark.parametrize("shape", [(1000, 3072), (3, 129, 200)], ids=str)
+def test_a_weight_is_widened_to_the_last_bit(
+    shape: tuple[int, ...], block_size: int | None, dtype: torch.dtype
+) -> None:
+    """As GPUs without products in FP8 need it."""
+    torch.manual_seed(0)
+    numbers = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    _, scales = quantize_weight(randn(*shape), block_size)
+    expected = dequantize_weight(numbers, scales).to(dtype)
+    torch.testing.assert_close(widen_weight(numbers, scales, dtype), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("group_size", "largest"), [(128, 4e-4), (1536, 1.5e-3), (None, 4e-3)])
