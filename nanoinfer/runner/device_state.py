@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanoinfer.caches.kv_cache import KVCache
 from nanoinfer.caches.routing_table import RoutingTable
-from nanoinfer.engine.packet import AllSections, Header, UploadedSections, column
+from nanoinfer.engine.packet import AllSections, Header, Packet, UploadedSections, column
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.lora.adapter_slots import AdapterSlots
 from nanoinfer.models.execution import PrefillGraphs
@@ -82,6 +82,13 @@ class DeviceState:
         if self.uses_adapters or step.images is not None:
             return None
         return self.buffers.prefill_graphs.choose(len(step.token_ids), num_chunks)
+
+    def read(self, header: Header, packet: Packet) -> AllSections:
+        """Return the sections of a packet, with image tokens in the places of images."""
+        on_host = header.on_host(packet)
+        if self.images is not None and header.counts["row_records"]:
+            self.images.enter(on_host)
+        return on_host
 
     def enter(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> None:
         """Enter new rows and blocks, and make the copies that a step begins with."""

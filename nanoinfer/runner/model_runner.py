@@ -71,9 +71,7 @@ class ModelRunner:
         """Start the forward pass of a step, up to its logits."""
         with computing(self.device, self._num_threads):
             header = read_header(packet)
-            on_host = header.on_host(packet)
-            if self.state.images is not None and header.counts["row_records"]:
-                self.state.images.enter(on_host)
+            on_host = self.state.read(header, packet)
             on_device = header.on_device(to_device(torch.from_numpy(header.uploaded(packet)), self.device))
             self.state.enter(header, on_host, on_device)
             if header.counts["chunks"]:
