@@ -322,12 +322,12 @@ class Job:
             params = PoolingParams(dimensions=body.get("dimensions"))
             from nanoinfer.pooling_calls.pooled_output import PooledEmbedding  # which imports PyTorch
 
-            options = {"at_once": True, "lora_request": lora}
+            options: dict[str, Any] = {"at_once": True, "lora_request": lora}
             return self._llm.pooling_calls.prepare(PooledEmbedding, body["input"], params, **options).take()
         if "messages" in body:
-            options = {name: body[name] for name in CHAT_OPTIONS if name in body}
+            template_options = {name: body[name] for name in CHAT_OPTIONS if name in body}
             messages, chat_params = self._with_system(body["messages"]), self._params(question)
-            return self._preparer.prepare_chat(messages, chat_params, options, lora_request=lora)
+            return self._preparer.prepare_chat(messages, chat_params, template_options, lora_request=lora)
         self._preparer.prompt_processor.check_params(question.params)  # what is wrong is said once, not for each prompt
         all_params = [self._params(question, index) for index in range(len(body["prompt"]))]
         return self._preparer.prepare(body["prompt"], all_params, lora_request=lora)

@@ -58,7 +58,7 @@ class AdapterRegistry:
     """Knows the adapters of an engine. loader: of the engine's runner. lock: keeps steps waiting while it is held."""
 
     def __init__(self, engine: Engine, loader: Loader, lock: AbstractContextManager[Any]) -> None:
-        self._engine, self._loader, self._lock = engine, loader, lock
+        self._engine, self.loader, self._lock = engine, loader, lock
         self._by_id: dict[int, Adapter] = {}
         self._num_loaded = 0
 
@@ -76,7 +76,7 @@ class AdapterRegistry:
         if adapter is None:
             self._engine.guard.check()
             self._engine.check_open(is_for_steps=False)
-            matrices = self._loader.read_adapter(folder)  # steps go on meanwhile
+            matrices = self.loader.read_adapter(folder)  # steps go on meanwhile
             with self._lock:
                 adapter = self._by_id.get(request.lora_int_id)  # another thread may have loaded it
                 if adapter is None:
@@ -122,7 +122,7 @@ class AdapterRegistry:
         # Through a file, which all ranks and replicas can read.
         with temporary_folder(Path(adapter.request.lora_path), named_tensors) as folder:
             try:
-                matrices = self._loader.read_adapter(folder)
+                matrices = self.loader.read_adapter(folder)
             except ModelError as error:
                 raise ModelError(f"the new matrices of {adapter.request} do not fit: {error}") from None
             with self._lock:
@@ -134,13 +134,13 @@ class AdapterRegistry:
         """Have all ranks keep an adapter, which its id stands for from now on."""
         self._num_loaded += 1
         adapter = Adapter(request, self._num_loaded)
-        self._loader.keep_adapter(adapter.number, folder, matrices)
+        self.loader.keep_adapter(adapter.number, folder, matrices)
         self._by_id[request.lora_int_id] = adapter
         return adapter
 
     def _drop(self, adapter: Adapter) -> None:
         adapter.is_removed = True
-        self._loader.drop_adapter(adapter.number)
+        self.loader.drop_adapter(adapter.number)
 
     def ids(self) -> set[int]:
         """Return the ids of the adapters that are loaded."""

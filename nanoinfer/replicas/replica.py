@@ -29,7 +29,7 @@ from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import LoadedEngine, ModelFiles, load_engine
 from nanoinfer.lora.lora_request import LoRARequest
-from nanoinfer.lora.registry import Adapter
+from nanoinfer.lora.registry import Adapter, Loader
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.replicas.packed_outputs import keep_states, pack_chunks, pack_outputs
 from nanoinfer.replicas.replica_messages import (
@@ -257,14 +257,20 @@ class Replica:
 
     def _keep_adapter(self, number: int, folder: Path) -> None:
         """Read an adapter, and keep it. Raises ModelError for one that cannot be served."""
-        runner = self._engine.check_open(is_for_steps=False)
-        runner.keep_adapter(number, folder, runner.read_adapter(folder))
+        self._engine.check_open(is_for_steps=False)
+        loader = self._adapter_loader
+        loader.keep_adapter(number, folder, loader.read_adapter(folder))
         self._adapters[number] = Adapter(LoRARequest(f"adapter {number}", number, str(folder)), number)
 
     def _drop_adapter(self, number: int) -> None:
         if adapter := self._adapters.pop(number, None):
             adapter.is_removed = True
-            self._engine.check_open(is_for_steps=False).drop_adapter(number)
+            self._adapter_loader.drop_adapter(number)
+
+    @property
+    def _adapter_loader(self) -> Loader:
+        assert self._loaded.adapters is not None, "only an engine with enable_lora has adapters"
+        return self._loaded.adapters.loader
 
     def _check_weights(self, weights: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
         """Raise ModelError for a tensor that cannot take the place of the weight of its name."""
