@@ -106,7 +106,7 @@ def place_matrices(tensors: Mapping[str, Tensor], config: AdapterConfig, model: 
             raise ModelError(f"{module}: {error}") from None
     left_out = [
         name
-        for (path, shard), name in _names(model, layers).items()
+        for (path, shard), name in checkpoint_modules(model, layers).items()
         if shard not in placed.get(path, {}) and config.target_modules is not None and config.targets(name)
     ]
     if left_out:
@@ -163,7 +163,7 @@ def _share(layer: Any, shard: str, full: ShardMatrices) -> ShardMatrices:
     return ShardMatrices(share.a.clone(), share.b.contiguous())
 
 
-def _names(model: Any, layers: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+def checkpoint_modules(model: Any, layers: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """Return the names that checkpoints give to the modules in these layers, by the path of the layer and the shard."""
     places = ((path, shard) for path, layer in layers.items() for shard in shards_of(layer))
     return {

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,31 @@ def test_a_hundred_adapters_by_turns_leave_nothing_behind(llm: LLM, base: Path, 
     assert 7 not in llm.list_loras()
     engine: Any = llm.engine
     assert len(engine.runner.adapters.by_number) == len(llm.list_loras())
+    assert len(engine.scheduler._idle) <= 2, "as many as there are slots"
+
+
+def test_steps_with_an_adapter_replay_graphs_of_their_own(
+    llm: LLM, requests: list[Any], merged: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in the place of CUDA graphs here compute a step as without; small prefill graphs serve no adapters."""
+    engine: Any = llm.engine
+    runner, used = engine.runner.model_runner, list[str]()
+
+    def graphs(name: str) -> Any:
+        return SimpleNamespace(replay=lambda batch: (used.append(name), runner.decode(batch)))
+
+    monkeypatch.setattr(runner.state, "graphs_by_use", (graphs("plain"), graphs("adapted")))
+    small = SimpleNamespace(choose=lambda *_: lambda step: (used.append("small"), runner.model(step))[1])
+    monkeypatch.setattr(runner.state.buffers, "prefill_graphs", small)
+    try:
+        for given, names in (([None] * 2, {"plain", "small"}), ([None, requests[1]], {"adapted"})):
+            used.clear()
+            llm.reset_prefix_cache()
+            outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=given)
+            assert {*used} == names
+            check(outputs, [merged[0][0], merged[0 if given[1] is None else 1][1]])
+    finally:
+        runner.state.decode_graphs = None
 
 
 def test_an_id_stands_for_one_folder_until_it_is_removed(llm: LLM, trio: Trio, requests: list[Any]) -> None:
