@@ -115,12 +115,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "caches",
         "layers",
+        "lora",
         "quantization",
         "ops",
         "distributed",
     },
     "integrations": EVERYBODY
-    | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch", "constraints.thoughts"},
+    | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch", "constraints.thoughts"}
+    | {"lora.adapter_weights"},
     "cli": EVERYBODY,
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__, "text"},
     "__main__": EVERYBODY

@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             print_row("load", "requests", "without", "enabled, unused", *(f"{count} adapters" for count in counts))
             print_row(*["---"] * (4 + len(counts)))
             for one, (_, load) in zip(figures, loads, strict=True):
-                for name, given in (("unused", [None]), *((str(count), requests[:count]) for count in counts)):
-                    one[name] = time_load(llm, load, model.config.vocab_size, [*given])
+                one["unused"] = time_load(llm, load, model.config.vocab_size, [None])
+                for count in counts:
+                    one[str(count)] = time_load(llm, load, model.config.vocab_size, [*requests[:count]])
                 print_figures(one, counts)
     return {"model": str(model), "rank": args.rank, "loads": figures, "add": seconds, **describe_machine(device)}
 

@@ -45,14 +45,6 @@ class Adapter:
             raise RequestError(f"{self.request} was removed; name it again")
         self.users.add(user)
 
-    def check_unused(self) -> None:
-        """Raise EngineStateError if it has users."""
-        if self.users:
-            raise EngineStateError(
-                f"{self.request} is used by unfinished requests ({len(self.users)} samples); wait for them, or abort "
-                "them"
-            )
-
 
 class AdapterRegistry:
     """Knows the adapters of an engine. loader: of the engine's runner. lock: keeps steps waiting while it is held."""
@@ -101,7 +93,7 @@ class AdapterRegistry:
             adapter = self._by_id.get(lora_int_id)
             if adapter is None:
                 return False
-            adapter.check_unused()
+            self._check_unused(adapter)
             del self._by_id[lora_int_id]
             self._drop(adapter)
             return True
@@ -118,7 +110,6 @@ class AdapterRegistry:
         if lora_name not in known:
             raise RequestError(f"lora={lora_name!r} is no loaded adapter; use add_lora first; loaded are {[*known]}")
         adapter = known[lora_name]
-        adapter.check_unused()
         # Through a file, which all ranks and replicas can read.
         with temporary_folder(Path(adapter.request.lora_path), named_tensors) as folder:
             try:
@@ -126,7 +117,7 @@ class AdapterRegistry:
             except ModelError as error:
                 raise ModelError(f"the new matrices of {adapter.request} do not fit: {error}") from None
             with self._lock:
-                adapter.check_unused()
+                self._check_unused(adapter)
                 self._keep(adapter.request, folder, matrices)
                 self._drop(adapter)
 
@@ -137,6 +128,16 @@ class AdapterRegistry:
         self.loader.keep_adapter(adapter.number, folder, matrices)
         self._by_id[request.lora_int_id] = adapter
         return adapter
+
+    def _check_unused(self, adapter: Adapter) -> None:
+        """Raise EngineStateError where requests use an adapter, once those that were aborted have ended."""
+        if adapter.users:
+            self._engine.settle()
+        if adapter.users:
+            raise EngineStateError(
+                f"{adapter.request} is used by unfinished requests ({len(adapter.users)} samples); wait for them, or "
+                "abort them"
+            )
 
     def _drop(self, adapter: Adapter) -> None:
         adapter.is_removed = True

@@ -775,7 +775,7 @@ def test_a_bug_that_a_line_meets_is_its_error_and_is_logged_once(
 
 
 def test_an_error_of_the_engine_is_none_of_a_line(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise WorkerError("a process has ended")
 
     monkeypatch.setattr(llm.preparer, "prepare", fail)

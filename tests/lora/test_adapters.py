@@ -236,7 +236,9 @@ def test_an_id_stands_for_one_folder_until_it_is_removed(llm: LLM, trio: Trio, r
     with pytest.raises(RequestError, match="was removed; name it again"):
         next(stream)
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=other)[0].token_ids) == 8
-    llm.remove_lora(1)
+    llm.abort(llm.add_request([1, 2], GREEDY, lora_request=other))
+    assert llm.remove_lora(1), "what was aborted uses it no more"
+    assert [output.outputs[0].finish_reason for output in llm.step()] == ["abort"]
 
 
 def test_adapters_stay_when_the_engine_sleeps_and_when_its_weights_change(
