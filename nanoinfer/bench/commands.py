@@ -73,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
     host = add("host", "host.run", "time what steps and prompts cost the host alone")
     turns = add("turns", "fresh_processes.run_turns", "time this version and other checkouts in turns", WHICH_LOADS)
     on_policy = add("on-policy", "on_policy.run", "compare log-probabilities with a trainer's forward pass")
-    rewriting = add("rewriting", "rewriting.run", "time proposals (speculative_config) on texts that repeat themselves")
+    rewriting = add("rewriting", "rewriting.run", "time proposals (speculative_config) on repetitive texts")
     adapters = add("adapters", "adapters.run", "time LoRA adapters, one and many in a batch")
     report = add("report", "report.run", "print one Markdown table of the figures that --json wrote")
 
