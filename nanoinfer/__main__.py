@@ -34,8 +34,10 @@ example:
 `nanoinfer COMMAND --help` lists the options of a command."""
 
 # The options of run-batch that answers depend on: a job goes on with the same ones only.
-JOB_OPTIONS = [*ANSWERS_DEPEND_ON, "system", "max_tokens", *SAMPLING_OPTIONS]
+JOB_OPTIONS = [*ANSWERS_DEPEND_ON, "system", "lora", "max_tokens", *SAMPLING_OPTIONS]
 SAME_OPTIONS = textwrap.fill(", ".join(map(option_string, JOB_OPTIONS)), 118, break_on_hyphens=False)
+
+MAX_JOB_LORAS = 8  # adapters on the device at a time, unless --max-loras says more
 
 RUN_BATCH = f"""\
 Answers each line of a JSONL file, and writes each answer as soon as it is complete.
@@ -118,6 +120,8 @@ def add_run_batch(commands: Any) -> None:
     batch.add_argument("--retry-errors", action="store_true", help="do lines with errors again, and replace these")
     add_sampling_options(batch, "for lines that do not say")
     batch.add_argument("--system", type=a_text, metavar="TEXT", help="a system message for chats that have none")
+    adapters = "an adapter of peft, for lines with this name as their model; may be repeated"
+    batch.add_argument("--lora", type=an_adapter, action="append", metavar="NAME=FOLDER", help=adapters)
     json_of_lines = "of JSON that lines ask for:"
     batch.add_argument("--disable-any-whitespace", action="store_true", help=f"{json_of_lines} no white space in it")
     closed = f"{json_of_lines} no properties but those that its schema lists"
@@ -171,6 +175,24 @@ def a_file(text: str) -> Path:
     if text == "-":
         raise argparse.ArgumentTypeError("'-' is no file; a job needs files, so that it can go on after it was stopped")
     return Path(text)
+
+
+def an_adapter(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is no adapter; give its name and folder, such as sql=adapters/sql")
+    return name, folder
+
+
+def job_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Return the options of the engine, the sampling parameters, and the adapters that a job has."""
+    options, overrides = given_options(args)
+    loras = dict(args.lora or ())
+    if len(loras) < len(args.lora or ()):
+        raise JobError("--lora has one name twice; give each adapter a name of its own")
+    if loras:
+        options = {"enable_lora": True, "max_loras": min(len(loras), MAX_JOB_LORAS), **options}
+    return options, overrides, loras
 
 
 def show_log() -> None:
@@ -228,12 +250,13 @@ def run_job(args: argparse.Namespace, load: Callable[[dict[str, Any]], Any]) -> 
     """Answer the lines, print a summary, and return the exit code."""
     from nanoinfer.batch.batch_job import run_batch
 
-    options, overrides = given_options(args)
+    options, overrides, loras = job_options(args)
     summary = run_batch(
         partial(load, options),
         args.input,
         args.output,
         settings=EngineConfig(**options).settings_of_answers(),
+        loras=loras,
         overrides=overrides,
         system=args.system,
         max_errors=args.max_errors,
@@ -256,8 +279,9 @@ def run_dry(args: argparse.Namespace) -> int:
     """Print what the job has to do, and return the exit code."""
     from nanoinfer.batch.dry_run import dry_run
 
-    options, overrides = given_options(args)
-    size = dry_run(EngineConfig(**options), args.input, overrides=overrides, system=args.system, limit=args.limit)
+    options, overrides, loras = job_options(args)
+    config, limit = EngineConfig(**options), args.limit
+    size = dry_run(config, args.input, loras=loras, overrides=overrides, system=args.system, limit=limit)
     print(size)
     return 3 if size.num_errors else 0
 

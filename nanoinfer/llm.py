@@ -18,7 +18,6 @@ from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import EngineClosedError, WorkerError
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import find_model, load_engine, reduce_llm
-from nanoinfer.lora.lora_methods import LoRAMethods
 from nanoinfer.lora.lora_request import LoRARequest, LoRARequests
 from nanoinfer.metrics import EngineMetrics, engine_html
 from nanoinfer.outputs import RequestOutput, RequestOutputs, StreamChunk
@@ -56,7 +55,7 @@ import_seconds.end()
 
 
 @with_vllm_names
-class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods, LoRAMethods):
+class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
     """Loads a language model, and completes prompts with it.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:

@@ -190,10 +190,10 @@ def find_model(config: EngineConfig) -> ModelFiles:
     model_config = read_model_config(folder, config)
     if not model_config.finds_prefixes:
         config = replace(config, enable_prefix_caching=False)
-    if config.enable_lora and (config.data_parallel_size > 1 or config.distributed_executor_backend != "mp"):
+    if config.enable_lora and config.distributed_executor_backend != "mp":
         raise ConfigError(
-            f"enable_lora=True with data_parallel_size={config.data_parallel_size} and distributed_executor_backend="
-            f"{config.distributed_executor_backend!r} is not supported; use 1 and 'mp'"
+            f"enable_lora=True with distributed_executor_backend={config.distributed_executor_backend!r} is not "
+            "supported; use 'mp'"
         )
     if config.enable_return_routed_experts and model_config.moe is None:
         raise ConfigError(f"enable_return_routed_experts=True, and {config.model} has no experts; leave it out")

@@ -29,11 +29,11 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
         decode_context_parallel_size max_long_partial_prefills max_num_partial_prefills nnodes num_scheduler_steps
         pipeline_parallel_size prefill_context_parallel_size stream_interval
     """: (1,),
-    "config_format guided_decoding_backend tokenizer_mode": ("auto",),
+    "config_format guided_decoding_backend lora_dtype tokenizer_mode": ("auto",),
     """
         additional_config code_revision cuda_graph_sizes cudagraph_capture_sizes
         default_mm_loras hf_config_path kv_events_config kv_transfer_config
-        lora_dtype lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
+        lora_extra_vocab_size lora_local_path lora_modules max_cpu_loras
         max_parallel_loading_workers model_loader_extra_config
         override_generation_config pooler_config quantization_param_path
         scheduler_cls tokenizer_revision worker_cls worker_extension_cls

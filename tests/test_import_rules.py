@@ -89,15 +89,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": EVERYBODY,
     "scoring": EVERYBODY | {"text", "engine", "progress"},
     "pooling_calls": EVERYBODY | {"engine", "text", "progress", "aio"},
-    "control": EVERYBODY | {"text", "engine"},
+    "control": EVERYBODY | {"text", "engine", "lora.lora_methods"},
     "aio": EVERYBODY | {"engine", "text", "progress"},
     "loading": EVERYBODY
     | {"constraints", "control", "engine", "executor", "lora", "runner", "models", "speculation", "text"}
     | {"images", "pooling_calls.pooling_steps"},
-    "replicas": EVERYBODY | {"constraints", "control", "engine", "executor", "images", "runner", "text", "loading"},
+    "replicas": EVERYBODY
+    | {"constraints", "control", "engine", "executor", "images", "runner", "text", "loading", "lora.registry"},
     "llm": EVERYBODY
     | {"control.weight_methods", "engine", "text", "progress", "scoring", "aio", "loading", "replicas"}
-    | {"before_torch", "lora.lora_methods", "pooling_calls"},
+    | {"before_torch", "pooling_calls"},
     "__init__": EVERYBODY | {"llm"},
     "batch": EVERYBODY | {"llm", "engine", "text", "progress", "loading", "constraints", "pooling_calls"},
     "bench": EVERYBODY
@@ -114,12 +115,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "caches",
         "layers",
+        "lora",
         "quantization",
         "ops",
         "distributed",
     },
     "integrations": EVERYBODY
-    | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch", "constraints.thoughts"},
+    | {*nanoinfer.__all__, "llm", "engine", "executor", "text", "progress", "batch", "constraints.thoughts"}
+    | {"lora.adapter_weights"},
     "cli": EVERYBODY,
     "terminal_chat": EVERYBODY | {*nanoinfer.__all__, "text"},
     "__main__": EVERYBODY

@@ -8,7 +8,7 @@ step that finishes it. A few lines are read ahead, so that their grammars are co
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
@@ -23,6 +23,7 @@ from nanoinfer.batch.openai_format import (
     SAMPLING_FIELDS,
     TOOL_CHOICE,
     embeddings_body,
+    model_of,
     params_to_echo,
     parse_body,
     parse_line,
@@ -32,6 +33,7 @@ from nanoinfer.engine.interrupts import Terminated, postponed_interrupt
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, NanoinferError, RequestError
 from nanoinfer.garbage import rare_collections
+from nanoinfer.lora.lora_request import LoRARequest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.progress import Progress
@@ -62,6 +64,7 @@ class Question(NamedTuple):
     body: dict[str, Any]
     params: SamplingParams
     compiling: Future[Any]  # raises what is wrong with the grammar; of a line with images, returns its requests
+    lora: LoRARequest | None = None  # the adapter that answers
 
 
 @dataclass(slots=True)
@@ -106,6 +109,7 @@ def run_batch(
     output_path: Path,
     *,
     settings: Settings | None = None,
+    loras: Mapping[str, str] | None = None,
     overrides: dict[str, Any] | None = None,
     system: str | None = None,
     max_errors: int | None = None,
@@ -119,6 +123,8 @@ def run_batch(
 
     load: makes the LLM, once it is clear that there is work.
     settings: what the answers depend on beside the other arguments; a job goes on with the same ones only.
+    loras: folders of adapters by the names that lines may have as `model`; other names are errors then, but for that
+        of the LLM itself. The LLM has enable_lora.
     overrides: sampling parameters, in place of those that the model recommends, for lines that do not say.
     system: the system message of chats that have none.
     max_errors: stop at more error records than that.
@@ -135,7 +141,7 @@ def run_batch(
     if max_errors is not None and max_errors < 0:
         raise JobError(f"max_errors={max_errors} must be at least 0; use 0 to stop at the first error")
     check_input(input_path, overrides, limit)
-    settings = all_settings(settings or {}, overrides, system)
+    settings = all_settings(settings or {}, overrides, system, loras)
     with BatchOutput(output_path, settings, retry_errors) as output:
         summary = Summary(*output.count(read_lines(input_path, settings), limit))
         if output.num_records == 0:
@@ -146,7 +152,9 @@ def run_batch(
                 started = time.monotonic()
                 output.drop_errors()
                 pending = (line for line in islice(read_lines(input_path, settings), limit) if not output.has(line))
-                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), most_errors, system)
+                job = Job(llm, output, replace(llm.default_sampling_params, **overrides), most_errors, system, loras)
+                for lora in job.loras.values():
+                    llm.add_lora(lora)
                 job.run(pending, summary, use_tqdm)
                 summary.seconds = time.monotonic() - started
         summary.num_done = summary.num_before + output.num_records - num_records
@@ -162,11 +170,14 @@ def run_batch(
         return summary
 
 
-def all_settings(settings: Settings, overrides: dict[str, Any], system: str | None) -> Settings:
+def all_settings(
+    settings: Settings, overrides: dict[str, Any], system: str | None, loras: Mapping[str, str] | None = None
+) -> Settings:
     """Return all that the answers of a job depend on, by name; what is not given is left out."""
     given = {name: "none" if value is None else value for name, value in overrides.items()}
     said = {} if system is None else {"system": system}
-    return {"answers_version": ANSWERS_VERSION, **settings, **given, **said}
+    adapters = {"lora": " ".join(f"{name}={folder}" for name, folder in sorted(loras.items()))} if loras else {}
+    return {"answers_version": ANSWERS_VERSION, **settings, **given, **said, **adapters}
 
 
 def check_input(path: Path, overrides: dict[str, Any], limit: int | None) -> None:
@@ -199,9 +210,18 @@ class Job:
     """Feeds the lines that are left to the engine, and writes what becomes of them."""
 
     def __init__(
-        self, llm: "LLM", output: BatchOutput, base: SamplingParams, max_errors: float, system: str | None = None
+        self,
+        llm: "LLM",
+        output: BatchOutput,
+        base: SamplingParams,
+        max_errors: float,
+        system: str | None = None,
+        loras: Mapping[str, str] | None = None,
     ) -> None:
         self._llm, self._output, self._base, self._max_errors = llm, output, base, max_errors
+        self.loras = {
+            name: LoRARequest(name, number, folder) for number, (name, folder) in enumerate((loras or {}).items(), 1)
+        }
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._queue, self._preparer, self._inbox = llm.queue, llm.preparer, Inbox()
         self._response_reader = ResponseReader(llm.config.response_template, llm.preparer.prompt_processor)
@@ -271,7 +291,7 @@ class Job:
         try:
             content = parse_line(line)
             custom_id = content.pop("custom_id", None) or custom_id
-            body = parse_body(content)
+            lora, body = self._lora_of(content), parse_body(content)
             params = replace(self._base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
             if TOOL_CHOICE in body:
                 params = self._response_reader.with_tool_choice(params, body["tools"], body[TOOL_CHOICE])
@@ -281,13 +301,25 @@ class Job:
             compiling = self._compiled
             if params.structured_outputs is not None:
                 compiling = self._background.submit(self._preparer.compile_grammars, [params])
-            question = Question(line, custom_id, body, params, compiling)
+            question = Question(line, custom_id, body, params, compiling, lora)
             if self._image_reader is not None and has_images(body.get("messages")):
                 return question._replace(compiling=self._with_images.submit(self._prepare, question))
             return question
         except Exception as error:
             self._fail(line, custom_id, error)
             return None
+
+    def _lora_of(self, content: dict[str, Any]) -> LoRARequest | None:
+        """Return the adapter that a line names as its model. Raises RequestError for a name that is not known."""
+        model = model_of(content) if self.loras else None
+        if model in (None, self._llm.config.model):
+            return None
+        if model not in self.loras:
+            known = ", ".join(self.loras)
+            raise RequestError(
+                f"model={model!r} is no adapter of this job, nor {self._llm.config.model!r}; known are {known}"
+            )
+        return self.loras[model]
 
     def ask(self, question: Question) -> None:
         """Queue the requests of a line, or write what is wrong with it."""
@@ -306,18 +338,20 @@ class Job:
 
     def _prepare(self, question: Question) -> list[PreparedRequest]:
         """Return the requests of a line. Raises RequestError for what cannot be served."""
-        body = question.body
+        body, lora = question.body, question.lora
         if "input" in body:
             params = PoolingParams(dimensions=body.get("dimensions"))
             from nanoinfer.pooling_calls.pooled_output import PooledEmbedding  # which imports PyTorch
 
-            return self._llm.pooling_calls.prepare(PooledEmbedding, body["input"], params, at_once=True).take()
+            options: dict[str, Any] = {"at_once": True, "lora_request": lora}
+            return self._llm.pooling_calls.prepare(PooledEmbedding, body["input"], params, **options).take()
         if "messages" in body:
-            options = {name: body[name] for name in CHAT_OPTIONS if name in body}
-            return self._preparer.prepare_chat(self._with_system(body["messages"]), self._params(question), options)
+            template_options = {name: body[name] for name in CHAT_OPTIONS if name in body}
+            messages, chat_params = self._with_system(body["messages"]), self._params(question)
+            return self._preparer.prepare_chat(messages, chat_params, template_options, lora_request=lora)
         self._preparer.prompt_processor.check_params(question.params)  # what is wrong is said once, not for each prompt
         all_params = [self._params(question, index) for index in range(len(body["prompt"]))]
-        return self._preparer.prepare(body["prompt"], all_params)
+        return self._preparer.prepare(body["prompt"], all_params, lora_request=lora)
 
     def _params(self, question: Question, index: int = 0) -> SamplingParams:
         """Return the sampling parameters of one prompt of a line."""
@@ -359,7 +393,7 @@ class Job:
 
     def _response_body(self, question: Question, outputs: list[Any]) -> dict[str, Any]:
         """Return the body of the answer to a line. Raises RequestError where one of its outputs has failed."""
-        body, model = question.body, self._llm.config.model
+        body, model = question.body, question.lora.lora_name if question.lora else self._llm.config.model
         if "input" in body:
             if not all(math.isfinite(output.embedding.sum()) for output in outputs):
                 raise RequestError("the embedding is NaN or infinite", "model_error")

@@ -1,6 +1,7 @@
 """`nanoinfer run-batch --dry-run`: what a job has to do, found as the job would find it, but without weights."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -54,6 +55,7 @@ def dry_run(
     config: EngineConfig,
     input_path: Path,
     *,
+    loras: Mapping[str, str] | None = None,
     overrides: dict[str, Any] | None = None,
     system: str | None = None,
     limit: int | None = None,
@@ -65,7 +67,7 @@ def dry_run(
     cannot be used, and what finding the model raises.
     """
     check_input(input_path, overrides or {}, limit)
-    job, max_model_len = make_job(config, overrides or {}, system)
+    job, max_model_len = make_job(config, overrides or {}, system, loras)
     size = JobSize()
     for line in islice(read_lines(input_path, {}), limit):
         size.num_lines += 1
@@ -81,7 +83,9 @@ def dry_run(
     return size
 
 
-def make_job(config: EngineConfig, overrides: dict[str, Any], system: str | None) -> tuple[Job, int]:
+def make_job(
+    config: EngineConfig, overrides: dict[str, Any], system: str | None, loras: Mapping[str, str] | None = None
+) -> tuple[Job, int]:
     """Return a job that can read lines and prepare their requests, but run none, and its max_model_len."""
     from nanoinfer.constraints.constraints import Constraints  # which imports PyTorch with the others
     from nanoinfer.engine.preparer import Preparer
@@ -97,7 +101,8 @@ def make_job(config: EngineConfig, overrides: dict[str, Any], system: str | None
     engine: Any = SimpleNamespace(config=config, check_open=lambda: None)
     queue: Any = SimpleNamespace(engine=engine, capacity=0)
     preparer = Preparer(engine, processor, constraints)
+    preparer.adapters_of = lambda _, count: [None] * count  # which are not loaded
     pooling_calls = PoolingCalls(queue, preparer, model_config, config, max_model_len, None)
     llm: Any = SimpleNamespace(queue=queue, preparer=preparer, pooling_calls=pooling_calls, config=config)
     base = replace(files.default_sampling_params(), **overrides)
-    return Job(llm, cast("Any", PrintedErrors()), base, float("inf"), system), max_model_len
+    return Job(llm, cast("Any", PrintedErrors()), base, float("inf"), system, loras), max_model_len

@@ -50,6 +50,13 @@ def parse_line(line: Line) -> dict[str, Any]:
     return content
 
 
+def model_of(content: dict[str, Any]) -> str | None:
+    """Return which model a line names, if any."""
+    body = content.get("body", content)
+    model = body.get("model", content.get("model")) if isinstance(body, dict) else None
+    return None if model is None else str(model)
+
+
 def parse_body(content: dict[str, Any]) -> dict[str, Any]:
     """Return the body of a line, which is in OpenAI's batch format or nothing but a body. Raises RequestError.
 

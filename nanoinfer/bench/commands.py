@@ -73,7 +73,8 @@ def add_parser(subparsers: Any) -> None:
     host = add("host", "host.run", "time what steps and prompts cost the host alone")
     turns = add("turns", "fresh_processes.run_turns", "time this version and other checkouts in turns", WHICH_LOADS)
     on_policy = add("on-policy", "on_policy.run", "compare log-probabilities with a trainer's forward pass")
-    rewriting = add("rewriting", "rewriting.run", "time proposals (speculative_config) on texts that repeat themselves")
+    rewriting = add("rewriting", "rewriting.run", "time proposals (speculative_config) on repetitive texts")
+    adapters = add("adapters", "adapters.run", "time LoRA adapters, one and many in a batch")
     report = add("report", "report.run", "print one Markdown table of the figures that --json wrote")
 
     report.add_argument(
@@ -105,6 +106,13 @@ def add_parser(subparsers: Any) -> None:
     rewriting.add_argument("--num-speculative-tokens", **tokens)
     rewriting.add_argument("--seed", type=int, default=0, help="of the texts (0)")
     rewriting.set_defaults(quantization=None)
+    which = adapters.add_mutually_exclusive_group()
+    which.add_argument("--size", choices=SIZES, help="random weights of a size (Qwen3-0.6B on a GPU)")
+    which.add_argument("--model", **checkpoint)
+    adapters.add_argument("--quantization", choices=QUANTIZATIONS, help="round linear layers to 8 bits, or 4")
+    of_adapters: dict[str, Any] = {"type": positive, "nargs": "+", "default": [1, 8, 64], "metavar": "N"}
+    adapters.add_argument("--adapters", help="how many in a batch (1 8 64)", **of_adapters)
+    adapters.add_argument("--rank", type=positive, default=16, metavar="N", help="of the adapters (16)")
     for parser in (throughput, trace):
         parser.add_argument("--load", choices=NAMES, default="default", help="see below (default)")
         for option, what in SIZE_OPTIONS.items():
@@ -135,7 +143,7 @@ def add_parser(subparsers: Any) -> None:
     )
     embed.add_argument("--max-num-seqs", type=positive, default=512, metavar="N", help="the most texts of a step (512)")
     embed.add_argument("--seed", type=int, default=0, help="seed of weights and texts (0)")
-    for parser in (throughput, loads, text, trace, start, host, on_policy, rewriting, embed, turns):
+    for parser in (throughput, loads, text, trace, start, host, on_policy, rewriting, adapters, embed, turns):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer import LLM, ConfigError, RequestError, SamplingParams, WorkerError
+from nanoinfer import LLM, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams, WorkerError
 from nanoinfer.batch.openai_format import parse_sampling
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import EngineClosedError, check_names
@@ -89,6 +89,7 @@ def build_processor(
     num_gpus: float | None = None,
     sampling_params: SamplingParams | Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    dynamic_lora_loading_path: str | Path | None = None,
     preprocess: Callable[[Row], Row] | None = None,
     postprocess: Callable[[Row], Row] | None = None,
     should_continue_on_error: bool = True,
@@ -107,6 +108,8 @@ def build_processor(
         `device` is not "cpu", else 0. With a fraction, gpu_memory_utilization is 0.9 of it, unless it is given.
     sampling_params: for rows without their own.
     chat_template_kwargs: as in `LLM.chat`.
+    dynamic_lora_loading_path: a folder of LoRA adapters of peft, each in a folder of its name, which rows name in the
+        column model; rows without, or with the model's own name, have none.
     preprocess: makes the columns that the model needs, which are added to the row.
     postprocess: makes the final row.
     should_continue_on_error: a row that cannot be served gets the reason in the column "__inference_error__", which is
@@ -133,6 +136,8 @@ def build_processor(
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1; leave it out for the default")
     if num_gpus is not None and 0 < num_gpus < 1:
         options = {"gpu_memory_utilization": 0.9 * num_gpus, **options}
+    if dynamic_lora_loading_path is not None:
+        options = {"enable_lora": True, **options}
     config = EngineConfig.from_options(model, options)
     if config.data_parallel_size > 1:
         size = config.data_parallel_size
@@ -146,6 +151,7 @@ def build_processor(
         "sampling_params": merge_params(SamplingParams(), sampling_params),
         "chat_template_kwargs": chat_template_kwargs,
         "should_continue_on_error": should_continue_on_error,
+        "lora_folder": None if dynamic_lora_loading_path is None else str(dynamic_lora_loading_path),
     }
     actors = ray.data.ActorPoolStrategy(
         min_size=sizes[0],
@@ -278,7 +284,8 @@ def as_column(value: Any) -> Any:
 class EngineActor:
     """Answers batches of rows in an actor of Ray Data, several at the same time.
 
-    model, options: of its LLM. sampling_params: for rows without their own. The others are as in `build_processor`.
+    model, options: of its LLM. sampling_params: for rows without their own. lora_folder: of adapters, as
+    dynamic_lora_loading_path in `build_processor`, where the others are.
     """
 
     def __init__(
@@ -288,11 +295,13 @@ class EngineActor:
         sampling_params: SamplingParams,
         chat_template_kwargs: Mapping[str, Any] | None,
         should_continue_on_error: bool,
+        lora_folder: str | None = None,
     ) -> None:
         # Actors that draw from the same seed would give rows with equal prompts equal samples.
         self.llm = LLM(model, **{"seed": secrets.randbits(63), **options})
         self._base, self._chat_template_kwargs = sampling_params, chat_template_kwargs
         self._should_continue_on_error = should_continue_on_error
+        self._lora_folder, self._loras = lora_folder, dict[str, LoRARequest]()
         self._room = asyncio.Semaphore(self.llm.queue.capacity)
         self._failure: Exception | None = None  # of the engine, which may have closed it
 
@@ -310,7 +319,7 @@ class EngineActor:
         async with self._room:
             try:
                 [output] = await self.llm.agenerate(**self._request(row))
-            except (RequestError, RecursionError) as error:  # the latter where values deep in one another are shown
+            except (RequestError, ModelError, RecursionError) as error:  # of the row, its adapter, or values too deep
                 return self._refuse(row, error)
             except WorkerError:
                 logger.exception("the actor ends, for Ray to start another one in its place")
@@ -331,13 +340,26 @@ class EngineActor:
             columns = ", ".join(name for name in row if name != DROPPED)
             raise RequestError(f"the row has columns {columns}, and needs one of {', '.join(INPUTS)}")
         params = merge_params(self._base, row.get("sampling_params"))
+        common = {"sampling_params": params, "lora_request": self._lora_of(row)}
         if name != "messages":  # in a dict, a list is one prompt, whatever is in it
-            return {"prompts": {"prompt": as_prompt(row[name])}, "sampling_params": params}
+            return {"prompts": {"prompt": as_prompt(row[name])}, **common}
         tokenizer, tools = self.llm.preparer.prompt_processor.require_tokenizer(), plain(row.get("tools"))
         kwargs = self._chat_template_kwargs
         text = render_chat(tokenizer, plain(row[name]), tools=tools, chat_template_kwargs=kwargs)
         # The template has already written the special tokens.
-        return {"prompts": text, "sampling_params": params, "tokenization_kwargs": {"add_special_tokens": False}}
+        return {"prompts": text, "tokenization_kwargs": {"add_special_tokens": False}, **common}
+
+    def _lora_of(self, row: Row) -> LoRARequest | None:
+        """Return the adapter that a row names as its model. Raises RequestError for a name that is not there."""
+        name = row.get("model")
+        if self._lora_folder is None or name in (None, "", self.llm.config.model):
+            return None
+        if name not in self._loras:
+            folder = Path(self._lora_folder, str(name))
+            if folder.name != name or not folder.is_dir():
+                raise RequestError(f"model={name!r} is no folder in dynamic_lora_loading_path={self._lora_folder!r}")
+            self._loras[name] = LoRARequest(name, len(self._loras) + 1, str(folder))
+        return self._loras[name]
 
     def _refuse(self, row: Row, error: Exception) -> Row:
         """Return the columns of a row that ends in an error; raise that where the job is not to continue."""

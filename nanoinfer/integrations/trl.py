@@ -2,23 +2,30 @@
 
 TRL calls it once for each batch of prompts of this process, in training and in evaluation. Its sampler has repeated
 each prompt as often as completions are wanted, so every row gets one. The trainer's weights are read whole and under
-the names of its checkpoint, however the trainer has split or wrapped them.
+the names of its checkpoint, however the trainer has split or wrapped them. Of a model with an adapter of PEFT, an LLM
+with enable_lora gets the adapter alone.
 """
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoinfer.errors import ConfigError, ModelError, RequestError
 from nanoinfer.llm import LLM
+from nanoinfer.lora.adapter_weights import WEIGHTS_FILE
+from nanoinfer.lora.lora_request import LoRARequest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
 MODE = "processed_logprobs"  # those of the distribution that is sampled, as the loss means them
+ADAPTER_NAME, ADAPTER_ID = "trainer", 2**31 - 1  # of the trainer's adapter in the engine
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing, of torch.compile
 
 
@@ -31,10 +38,11 @@ def rollout_func(
     the completion. Whenever the trainer's global_step has changed, it first copies the trainer's weights into the
     engine. Rows draw from random streams of their own, which follow from the trainer's seed and process.
 
-    llm: made with logprobs_mode="processed_logprobs". sampling_params: in place of those that follow from the
-    trainer's GRPOConfig (temperature, top_p, top_k, min_p, repetition_penalty, max_completion_length and
-    generation_kwargs); n must be 1, and seed None. sleep_level: 1 or 2 gives the engine's memory to the trainer between
-    two calls, as `LLM.sleep` does.
+    llm: made with logprobs_mode="processed_logprobs". With enable_lora=True it has the trainer's base model, and gets
+    the trainer's adapter alone, which must be one that it serves; without, adapters are merged.
+    sampling_params: in place of those that follow from the trainer's GRPOConfig (temperature, top_p, top_k, min_p,
+    repetition_penalty, max_completion_length and generation_kwargs); n must be 1, and seed None.
+    sleep_level: 1 or 2 gives the engine's memory to the trainer between two calls, as `LLM.sleep` does.
 
     Raises ConfigError for an engine or a level that does not fit, RequestError for sampling_params; the function raises
     ModelError where a row ends in an error, such as logits that are NaN.
@@ -63,6 +71,7 @@ class Rollout:
         self._llm, self._sampling_params, self._sleep_level = llm, sampling_params, sleep_level
         self._global_step: int | None = None  # whose weights the engine has
         self._num_rows = 0  # sampled so far
+        self._adapter: LoRARequest | None = None  # the trainer's, once the engine has it
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         self._wake_up(trainer)
@@ -83,9 +92,28 @@ class Rollout:
         step = trainer.state.global_step
         self._llm.wake_up(tags=["weights"])
         if step != self._global_step or self._sleep_level == 2:
-            self._llm.update_weights(named_weights(trainer.model))
+            if self._llm.config.enable_lora and hasattr(trainer.model, "merge_adapter"):
+                self._update_adapter(trainer.model)
+            else:
+                self._llm.update_weights(named_weights(trainer.model))
             self._global_step = step
         self._llm.wake_up(tags=["kv_cache"])
+
+    def _update_adapter(self, model: Any) -> None:
+        """Give the engine the adapter of a model of PEFT; the base model too, if the engine has dropped it."""
+        if self._sleep_level == 2:
+            self._llm.update_weights(_base_weights(model))
+        matrices = dict(_active_matrices(model))
+        if self._adapter is not None:
+            self._llm.update_weights(matrices, lora=ADAPTER_NAME)
+            return
+        self._folder = tempfile.TemporaryDirectory()  # the config stays there, for later updates
+        model.peft_config[_active_adapter(model)].save_pretrained(self._folder.name)
+        save_file(matrices, Path(self._folder.name) / WEIGHTS_FILE)
+        adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, self._folder.name)
+        self._llm.remove_lora(ADAPTER_ID)  # of an earlier trainer
+        self._llm.add_lora(adapter)
+        self._adapter = adapter
 
     def _sample(self, prompts: list[Any], trainer: Any) -> list[RequestOutput]:
         args = trainer.args
@@ -96,12 +124,13 @@ class Rollout:
         changes: dict[str, Any] = {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(params.stop)}
         of_rows = [replace(params, **changes, seed=source.getrandbits(63)) for _ in prompts]
         if isinstance(prompts[0], str):
-            return self._llm.generate(prompts, of_rows, use_tqdm=False)
+            return self._llm.generate(prompts, of_rows, use_tqdm=False, lora_request=self._adapter)
         continues = prompts[0][-1]["role"] == "assistant"
         return self._llm.chat(
             prompts,
             of_rows,
             use_tqdm=False,
+            lora_request=self._adapter,
             tools=trainer.tools or None,
             add_generation_prompt=not continues,
             continue_final_message=continues,
@@ -161,12 +190,34 @@ def _merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         raise ConfigError("adapters of a model that is split are not merged; train it whole, or without adapters")
     model.merge_adapter()
     try:
-        for name, param in model.named_parameters():
-            if model.prefix not in name and "original_module" not in name:
-                name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-                yield _unwrapped(name.replace("modules_to_save.default.", "")), param.detach()
+        yield from _base_weights(model)
     finally:
         model.unmerge_adapter()
+
+
+def _base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model of PEFT without its adapter's matrices, under the base model's names."""
+    for name, param in model.named_parameters():
+        if model.prefix not in name and "original_module" not in name:
+            name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            with _whole(param) as tensor:
+                yield _unwrapped(name.replace("modules_to_save.default.", "")), tensor
+
+
+def _active_matrices(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield copies of what the active adapter of a model has, by PEFT's names, each gathered when its turn comes."""
+    for name, param in model.named_parameters():
+        if f".{_active_adapter(model)}." in name:
+            with _whole(param) as tensor:
+                yield _unwrapped(name), tensor.clone()
+
+
+def _active_adapter(model: Any) -> str:
+    active = model.active_adapter
+    names: list[str] = [active] if isinstance(active, str) else [*active]
+    if len(names) != 1:
+        raise ConfigError(f"the trainer's model has the active adapters {names}, and one is served; activate one")
+    return names[0]
 
 
 @contextmanager

@@ -5,16 +5,15 @@ from typing import Any
 
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.errors import RequestError
 from nanoinfer.lora.registry import Adapter
 
 
 class AdapterScheduler(Scheduler):
     """Queues a sequence once its adapter has a slot, which it keeps until all of its sequences have finished.
 
-    Then it stays in the slot until another one needs that: of those without sequences, the one that has been without
-    for longest goes. Sequences whose adapter has a slot overtake those that wait for one, which get theirs by priority
-    and arrival. num_slots: on the device.
+    Then it stays in the slot until another one needs that: of those without sequences, one that was removed goes, or
+    the one that has been without for longest. Sequences whose adapter has a slot overtake those that wait for one,
+    which get theirs by priority and arrival. num_slots: on the device.
     """
 
     def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
@@ -30,9 +29,7 @@ class AdapterScheduler(Scheduler):
     def add(self, seq: Sequence) -> None:
         adapter = seq.adapter
         if adapter is not None:
-            if adapter.is_removed:  # since the request was prepared
-                raise RequestError(f"{adapter.request} was removed; name it again")
-            adapter.users.add(seq)
+            adapter.enter(seq)
             self._idle.pop(adapter, None)
         super().add(seq)
 
@@ -45,7 +42,7 @@ class AdapterScheduler(Scheduler):
     def _has_slot(self, adapter: Adapter) -> bool:
         """Give an adapter a slot, if it has none; return whether it has one now."""
         if adapter.slot is None and not self._free_slots and self._idle:
-            evicted = next(iter(self._idle))
+            evicted = next((one for one in self._idle if one.is_removed), next(iter(self._idle)))
             del self._idle[evicted]
             self._free_slots.append(evicted.slot)
             evicted.slot = None

@@ -174,11 +174,12 @@ class AdapterSlots(RowState):
             pairs = numbers_to_device(changed, self._slots_of_rows.device)
             self._slots_of_rows[pairs[:, 0]] = pairs[:, 1].int()
 
-    def begin_step(self, on_host: AllSections) -> None:
-        """Note whether a row of a packet's step has an adapter."""
+    def begin_step(self, on_host: AllSections) -> bool:
+        """Note, and return, whether a row of a packet's step has an adapter."""
         section = "chunks" if len(on_host.chunks) else "decode_rows"
         rows = column(on_host, section, "row").tolist() if self.by_row else ()
         self.are_used = not self.by_row.keys().isdisjoint(rows)
+        return self.are_used
 
     def of_tokens(self, step: ForwardStep) -> LoRARows | None:
         """Return which adapter each token of a step has, and have the layers add the products; None if none are used.

@@ -6,21 +6,26 @@ the ranks, row-parallel ones A.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoinfer.checkpoint.weights import check_shape, listed
+from nanoinfer.checkpoint.weights import check_plain, check_shape, listed
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoinfer.lora.adapter_config import MERGE, AdapterConfig
+from nanoinfer.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+# In the memory of peft there is also the name of the adapter, such as "default".
+MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 WHOLE = "whole"  # the only shard of a layer that packs nothing
 
 
@@ -58,6 +63,26 @@ def read_adapter(folder: Path, model: Any, max_rank: int) -> AdapterMatrices:
         raise ModelError(f"{path}: {error}") from None
 
 
+@contextmanager
+def temporary_folder(like: Path, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
+    """Write tensors as an adapter with the config of the folder `like`, in memory where the system has such a place."""
+    try:
+        tensors = dict(named_tensors)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"named_tensors cannot be read ({error}); give a dict of peft's names to tensors") from None
+    for name, tensor in tensors.items():
+        check_plain(name, tensor)
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        folder = Path(name)
+        shutil.copy(like / CONFIG_FILE, folder)
+        layout = torch.contiguous_format
+        # Copies, since views of one tensor cannot be saved.
+        copies = {name: tensor.detach().cpu().clone(memory_format=layout) for name, tensor in tensors.items()}
+        save_file(copies, folder / WEIGHTS_FILE)
+        yield folder
+
+
 def place_matrices(tensors: Mapping[str, Tensor], config: AdapterConfig, model: Any, max_rank: int) -> AdapterMatrices:
     """Return what the layers of this rank get of an adapter's tensors, which have peft's names."""
     layers = adaptable_layers(model)
@@ -81,7 +106,7 @@ def place_matrices(tensors: Mapping[str, Tensor], config: AdapterConfig, model: 
             raise ModelError(f"{module}: {error}") from None
     left_out = [
         name
-        for (path, shard), name in _names(model, layers).items()
+        for (path, shard), name in checkpoint_modules(model, layers).items()
         if shard not in placed.get(path, {}) and config.target_modules is not None and config.targets(name)
     ]
     if left_out:
@@ -138,7 +163,7 @@ def _share(layer: Any, shard: str, full: ShardMatrices) -> ShardMatrices:
     return ShardMatrices(share.a.clone(), share.b.contiguous())
 
 
-def _names(model: Any, layers: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+def checkpoint_modules(model: Any, layers: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """Return the names that checkpoints give to the modules in these layers, by the path of the layer and the shard."""
     places = ((path, shard) for path, layer in layers.items() for shard in shards_of(layer))
     return {

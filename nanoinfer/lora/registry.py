@@ -1,18 +1,19 @@
 """The adapters that calls may name, each loaded once, when it is named first. Any thread may call any method."""
 
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.sequence import Sequence as EngineSequence
-from nanoinfer.errors import EngineStateError, RequestError
+from nanoinfer.engine.engine import Engine
+from nanoinfer.errors import EngineStateError, ModelError, RequestError
+from nanoinfer.lora.adapter_weights import temporary_folder
 from nanoinfer.lora.lora_request import EXAMPLE, LoRARequest
 
 
 class Loader(Protocol):
-    """Has all ranks keep adapters, by number: a runner."""
+    """Has all ranks keep adapters, by number: a runner, or all replicas."""
 
     def read_adapter(self, folder: Path) -> Any:
         """Return what this rank keeps of an adapter. Raises ModelError for one that cannot be served."""
@@ -29,21 +30,27 @@ class Adapter:
     """An adapter that is loaded. Prefixes are shared within it: it is the `identity` of sequences.
 
     number: no other has had it, so an id that is removed and given again stands for another adapter. slot: where it
-    lies on the device; None if it does not. users: unfinished sequences.
+    lies on the device; None if it does not. users: unfinished sequences, or requests on their way to replicas.
     """
 
     request: LoRARequest
     number: int
     slot: int | None = None
     is_removed: bool = False
-    users: set[EngineSequence] = field(default_factory=set)
+    users: set[Hashable] = field(default_factory=set)
+
+    def enter(self, user: Hashable) -> None:
+        """Note a user. Raises RequestError if the adapter was removed since the request was prepared."""
+        if self.is_removed:
+            raise RequestError(f"{self.request} was removed; name it again")
+        self.users.add(user)
 
 
 class AdapterRegistry:
     """Knows the adapters of an engine. loader: of the engine's runner. lock: keeps steps waiting while it is held."""
 
-    def __init__(self, engine: LLMEngine, loader: Loader, lock: AbstractContextManager[Any]) -> None:
-        self._engine, self._loader, self._lock = engine, loader, lock
+    def __init__(self, engine: Engine, loader: Loader, lock: AbstractContextManager[Any]) -> None:
+        self._engine, self.loader, self._lock = engine, loader, lock
         self._by_id: dict[int, Adapter] = {}
         self._num_loaded = 0
 
@@ -61,14 +68,11 @@ class AdapterRegistry:
         if adapter is None:
             self._engine.guard.check()
             self._engine.check_open(is_for_steps=False)
-            matrices = self._loader.read_adapter(folder)  # steps go on meanwhile
+            matrices = self.loader.read_adapter(folder)  # steps go on meanwhile
             with self._lock:
                 adapter = self._by_id.get(request.lora_int_id)  # another thread may have loaded it
                 if adapter is None:
-                    self._num_loaded += 1
-                    adapter = Adapter(request, self._num_loaded)
-                    self._loader.keep_adapter(adapter.number, folder, matrices)
-                    self._by_id[request.lora_int_id] = adapter
+                    adapter = self._keep(request, folder, matrices)
         if adapter.request != request:
             raise RequestError(
                 f"lora_int_id={request.lora_int_id} stands for {adapter.request}, not for {request}; use another id, "
@@ -89,15 +93,55 @@ class AdapterRegistry:
             adapter = self._by_id.get(lora_int_id)
             if adapter is None:
                 return False
-            if adapter.users:
-                raise EngineStateError(
-                    f"{adapter.request} is used by unfinished requests ({len(adapter.users)} samples); wait for them, "
-                    "or abort them"
-                )
+            self._check_unused(adapter)
             del self._by_id[lora_int_id]
-            adapter.is_removed = True
-            self._loader.drop_adapter(adapter.number)
+            self._drop(adapter)
             return True
+
+    def update(self, lora_name: str, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Give a loaded adapter new matrices, by peft's names; its config stays, and so it does if this fails.
+
+        Raises RequestError for a name that is not loaded, ModelError for tensors that do not fit, EngineStateError
+        while requests use it.
+        """
+        self._engine.guard.check()
+        self._engine.check_open(is_for_steps=False)
+        known = {adapter.request.lora_name: adapter for adapter in self._by_id.values()}
+        if lora_name not in known:
+            raise RequestError(f"lora={lora_name!r} is no loaded adapter; use add_lora first; loaded are {[*known]}")
+        adapter = known[lora_name]
+        # Through a file, which all ranks and replicas can read.
+        with temporary_folder(Path(adapter.request.lora_path), named_tensors) as folder:
+            try:
+                matrices = self.loader.read_adapter(folder)
+            except ModelError as error:
+                raise ModelError(f"the new matrices of {adapter.request} do not fit: {error}") from None
+            with self._lock:
+                self._check_unused(adapter)
+                self._keep(adapter.request, folder, matrices)
+                self._drop(adapter)
+
+    def _keep(self, request: LoRARequest, folder: Path, matrices: Any) -> Adapter:
+        """Have all ranks keep an adapter, which its id stands for from now on."""
+        self._num_loaded += 1
+        adapter = Adapter(request, self._num_loaded)
+        self.loader.keep_adapter(adapter.number, folder, matrices)
+        self._by_id[request.lora_int_id] = adapter
+        return adapter
+
+    def _check_unused(self, adapter: Adapter) -> None:
+        """Raise EngineStateError where requests use an adapter, once those that were aborted have ended."""
+        if adapter.users:
+            self._engine.settle()
+        if adapter.users:
+            raise EngineStateError(
+                f"{adapter.request} is used by unfinished requests ({len(adapter.users)} samples); wait for them, or "
+                "abort them"
+            )
+
+    def _drop(self, adapter: Adapter) -> None:
+        adapter.is_removed = True
+        self.loader.drop_adapter(adapter.number)
 
     def ids(self) -> set[int]:
         """Return the ids of the adapters that are loaded."""

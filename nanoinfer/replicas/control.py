@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -16,6 +17,30 @@ from nanoinfer.replicas.replica_messages import Call
 from nanoinfer.replicas.replicated_engine import ReplicatedEngine
 
 CLOSED = "this engine is closed; make a new LLM"
+
+
+class ReplicaAdapters:
+    """Has all replicas keep adapters: a Loader of their registry."""
+
+    def __init__(self, engine: ReplicatedEngine) -> None:
+        self._engine = engine
+
+    def read_adapter(self, folder: Path) -> None:
+        """Leave it to the replicas, which read it where they keep it."""
+
+    def keep_adapter(self, number: int, folder: Path, _matrices: None) -> None:
+        """Keep an adapter on all replicas, or on none. Raises what the first of them raised."""
+        if errors := self._call("keep_adapter", number, folder.absolute()):
+            self._call("drop_adapter", number)
+            raise errors[0]
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no request uses."""
+        self._call("drop_adapter", number)
+
+    def _call(self, name: str, *arguments: Any) -> list[Exception]:
+        with self._engine.whole_messages():
+            return self._engine.call(name, *arguments)
 
 
 class ReplicaControl(Control):

@@ -62,10 +62,11 @@ class QueuedRequest:
 
     @property
     def prefix(self) -> bytes | None:
-        """The first PREFIX_TOKENS token ids, which prompts that begin alike share; None for a prompt without more."""
+        """What prompts that begin alike share: PREFIX_TOKENS token ids, and the adapter; None for a shorter prompt."""
         if len(self.prepared.token_ids) <= PREFIX_TOKENS:
             return None
-        return self.prompt[: 4 * PREFIX_TOKENS]
+        adapter = self.prepared.adapter
+        return self.prompt[: 4 * PREFIX_TOKENS] + (b"" if adapter is None else adapter.number.to_bytes(8, "little"))
 
 
 def expected_work(prepared: PreparedRequest, max_model_len: int) -> float:

@@ -28,6 +28,8 @@ from nanoinfer.errors import NanoinferError, WorkerError
 from nanoinfer.executor.shm_ring import Ring, RingReader
 from nanoinfer.garbage import rare_collections
 from nanoinfer.loading import LoadedEngine, ModelFiles, load_engine
+from nanoinfer.lora.lora_request import LoRARequest
+from nanoinfer.lora.registry import Adapter, Loader
 from nanoinfer.outputs import RequestOutput, StreamChunk
 from nanoinfer.replicas.packed_outputs import keep_states, pack_chunks, pack_outputs
 from nanoinfer.replicas.replica_messages import (
@@ -127,6 +129,7 @@ class Replica:
         self._chunks: deque[StreamChunk] = deque()
         self._told = 0.0  # when the parent was last told of the work
         self._end_events: Callable[[], None] | None = None
+        self._adapters: dict[int, Adapter] = {}  # by the parent's numbers
         self._calls: dict[str, Callable[..., None]] = {
             "limit": self._limit,
             "reset_prefix_cache": loaded.queue.reset_prefix_cache,
@@ -135,6 +138,8 @@ class Replica:
             "check_weights": self._check_weights,
             "update_weights": self._update_weights,
             "end_update": lambda: None,  # of one that this replica has not begun
+            "keep_adapter": self._keep_adapter,
+            "drop_adapter": self._drop_adapter,
         }
 
     @rare_collections()
@@ -197,6 +202,7 @@ class Replica:
                 case list():
                     recipients = Recipient(self._outputs), Recipient(self._outputs, self._chunks)
                     for request_id, prepared, is_streamed, is_aborted in message:
+                        prepared.adapter = self._adapters.get(prepared.adapter)
                         self._engine.add_request(request_id, prepared, recipients[is_streamed])
                         if is_aborted:
                             self._engine.act_later(Action.ABORT, [request_id])
@@ -248,6 +254,23 @@ class Replica:
         elif not are_wanted and self._end_events is not None:
             self._end_events()
             self._end_events = None
+
+    def _keep_adapter(self, number: int, folder: Path) -> None:
+        """Read an adapter, and keep it. Raises ModelError for one that cannot be served."""
+        self._engine.check_open(is_for_steps=False)
+        loader = self._adapter_loader
+        loader.keep_adapter(number, folder, loader.read_adapter(folder))
+        self._adapters[number] = Adapter(LoRARequest(f"adapter {number}", number, str(folder)), number)
+
+    def _drop_adapter(self, number: int) -> None:
+        if adapter := self._adapters.pop(number, None):
+            adapter.is_removed = True
+            self._adapter_loader.drop_adapter(number)
+
+    @property
+    def _adapter_loader(self) -> Loader:
+        assert self._loaded.adapters is not None, "only an engine with enable_lora has adapters"
+        return self._loaded.adapters.loader
 
     def _check_weights(self, weights: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
         """Raise ModelError for a tensor that cannot take the place of the weight of its name."""

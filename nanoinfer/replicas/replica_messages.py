@@ -56,6 +56,7 @@ class Requests(NamedTuple):
     # Of requests that want hidden states or are pooled, by their line.
     hidden_states_requests: dict[int, HiddenStatesRequest]
     images: dict[int, tuple[Any, ...]]  # ProcessedImages of the requests that have any, by their line
+    adapters: dict[int, int]  # the numbers of those that requests name, by their line
     are_aborted: bool  # before they have computed anything
 
 
@@ -177,6 +178,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) ->
             if request.prepared.hidden_states_request is not None
         },
         {line: request.prepared.images for line, request in enumerate(queued) if request.prepared.images},
+        {line: request.prepared.adapter.number for line, request in enumerate(queued) if request.prepared.adapter},
         are_aborted,
     )
 
@@ -232,7 +234,7 @@ class ReceivedRequest(NamedTuple):
 
 
 def unpack_requests(message: Requests, make_output: Callable[..., Any]) -> list[ReceivedRequest]:
-    """Return the requests; one whose sampling parameters cannot be read here has an error.
+    """Return the requests; one whose sampling parameters cannot be read here has an error. Adapters are numbers yet.
 
     make_output: what each HiddenStatesRequest gets as its `make_output`.
     """
@@ -266,6 +268,7 @@ def unpack_requests(message: Requests, make_output: Callable[..., Any]) -> list[
             priority=numbers.priority,
             prompt_logprobs_start=numbers.prompt_logprobs_start,
             hidden_states_request=message.hidden_states_requests.get(line),
+            adapter=message.adapters.get(line),
             error=errors.get(index),
             images=message.images.get(line, ()),
         )

@@ -95,6 +95,8 @@ class ReplicatedEngine(Engine):
 
     def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> QueuedRequest:
         """Have a request wait for a replica."""
+        if prepared.adapter is not None:
+            prepared.adapter.enter(request_id)
         request = QueuedRequest(request_id, prepared, to, expected_work(prepared, self._max_model_len))
         self.dispatcher.add(request)
         return request
@@ -293,6 +295,8 @@ class ReplicatedEngine(Engine):
 
     def _forget(self, request: QueuedRequest) -> None:
         del self._requests[request.request_id]
+        if request.prepared.adapter is not None:
+            request.prepared.adapter.users.remove(request.request_id)
         if request.replica is None:
             self.dispatcher.remove(request.request_id)
         else:

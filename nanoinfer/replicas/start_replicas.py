@@ -23,7 +23,8 @@ from nanoinfer.errors import RequestError, WorkerError
 from nanoinfer.executor.processes import Workers
 from nanoinfer.executor.shm_ring import Ring
 from nanoinfer.loading import LoadedEngine, ModelFiles
-from nanoinfer.replicas.control import ReplicaControl
+from nanoinfer.lora.registry import AdapterRegistry
+from nanoinfer.replicas.control import ReplicaAdapters, ReplicaControl
 from nanoinfer.replicas.handles import ReplicaHandle, end_replicas
 from nanoinfer.replicas.replica import run_replica
 from nanoinfer.replicas.replica_messages import Logged, Ready, Reply
@@ -108,15 +109,19 @@ def load_replicas(files: ModelFiles) -> LoadedEngine:
     longest = max((one.seconds for one in ready), key=lambda seconds: sum(seconds.values()))
     description = f"{size} replicas, each with {first.description}"
     info = replace(first, description=description, start_seconds=longest)
+    preparer = Preparer(engine, prompt_processor, constraints)
+    adapters = AdapterRegistry(engine, ReplicaAdapters(engine), queue.lock) if config.enable_lora else None
+    preparer.adapters_of = adapters.adapters_of if adapters else None
     return LoadedEngine(
         engine=engine,
         queue=queue,
-        preparer=Preparer(engine, prompt_processor, constraints),
+        preparer=preparer,
         constraints=constraints,
         control=ReplicaControl(engine, queue.lock),
         max_model_len=max_model_len,
         info=info,
         seconds={"replicas": time.perf_counter() - started},
+        adapters=adapters,
     )
 
 

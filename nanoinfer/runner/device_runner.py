@@ -249,8 +249,8 @@ class DeviceRunner:
             runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait
-                graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, late=True)
-                runner.state.adapter_graphs = graphs
+                with_adapters = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, late=True)
+                runner.state.graphs_by_use = runner.state.decode_graphs, with_adapters
 
     def _drop_model_runner(self) -> None:
         runner, self._model_runner = self._model_runner, None

@@ -38,8 +38,8 @@ class DeviceState:
 
     row_states: all that serves options of rows: of the sampler, and the pooler. routing_table: None unless it is asked
     for. decode_graphs: None without CUDA graphs, and until they are captured. adapters: one of row_states; None without
-    enable_lora. adapter_graphs: decode steps in which a row has an adapter; None where decode_graphs is. images: None
-    unless the engine sees any.
+    enable_lora. With it, decode_graphs are those of the step: see `graphs_by_use`. images: None unless the engine sees
+    any.
     """
 
     buffers: StepBuffers
@@ -51,18 +51,8 @@ class DeviceState:
     routing_table: RoutingTable | None
     decode_graphs: DecodeGraphs | None = None
     adapters: AdapterSlots | None = None
-    adapter_graphs: DecodeGraphs | None = None
+    graphs_by_use: tuple[DecodeGraphs | None, DecodeGraphs | None] = None, None  # without adapters in a step, and with
     images: ImageRows | None = None
-
-    @property
-    def uses_adapters(self) -> bool:
-        """Whether a row of the step has an adapter."""
-        return self.adapters is not None and self.adapters.are_used
-
-    @property
-    def graphs(self) -> DecodeGraphs | None:
-        """The graphs for a decode step of these rows; None if it is to run without."""
-        return self.adapter_graphs if self.uses_adapters else self.decode_graphs
 
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
         """Return the step that computes these chunks: see `StepTables.prefill_step`."""
@@ -79,7 +69,7 @@ class DeviceState:
 
     def prefill_graph(self, step: ForwardStep, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
         """Return what computes a prefill step of so many chunks by graphs; None if the model is to compute it."""
-        if self.uses_adapters or step.images is not None:
+        if step.adapters is not None or step.images is not None:
             return None
         return self.buffers.prefill_graphs.choose(len(step.token_ids), num_chunks)
 
@@ -97,7 +87,7 @@ class DeviceState:
             self.sampler.admit(on_device)
             admit_rows(self.row_states, on_host)
         if self.adapters is not None:
-            self.adapters.begin_step(on_host)
+            self.decode_graphs = self.graphs_by_use[self.adapters.begin_step(on_host)]
         if header.counts["block_copies"]:
             self.kv_cache.copy_blocks(on_device.block_copies)
             if self.routing_table is not None:

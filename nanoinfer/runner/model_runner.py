@@ -103,7 +103,7 @@ class ModelRunner:
             batch = batch._replace(num_tokens=proposals.num_tokens, num_row_tokens=proposals.num_row_tokens)
         elif self.state.tables.recurrent_states is not None:
             self.state.tables.recurrent_states.flush(rows)  # steps of one token a row know of nothing pending
-        forward = self.state.graphs.replay if self.state.graphs else self.decode
+        forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
         forward(batch)
         host_rows = column(on_host, "decode_rows", "row").tolist()
         return LaunchedStep(rows.long(), host_rows, [], proposals)

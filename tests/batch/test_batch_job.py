@@ -136,9 +136,12 @@ def test_what_a_line_leaves_out_is_as_the_job_says_and_else_as_the_model_recomme
 ) -> None:
     asked: list[SamplingParams] = []
     original = llm.preparer.prepare
-    monkeypatch.setattr(
-        llm.preparer, "prepare", lambda prompts, params: asked.extend(params) or original(prompts, params)
-    )
+
+    def prepare(prompts: Any, params: list[SamplingParams], **options: Any) -> Any:
+        asked.extend(params)
+        return original(prompts, params, **options)
+
+    monkeypatch.setattr(llm.preparer, "prepare", prepare)
     path = write(tmp_path / "in.jsonl", {"prompt": [1]}, {"prompt": [1], "temperature": 0.5, "stop": "x"})
     job(llm, path, overrides={"max_tokens": 2})
     assert [(params.temperature, params.max_tokens, params.stop) for params in asked] == [
@@ -256,7 +259,12 @@ def test_a_system_message_is_for_chats_that_have_none(
 ) -> None:
     asked: list[list[dict[str, str]]] = []
     original = llm.preparer.prepare_chat
-    monkeypatch.setattr(llm.preparer, "prepare_chat", lambda said, *args: asked.append(said) or original(said, *args))
+
+    def prepare_chat(said: Any, *args: Any, **options: Any) -> Any:
+        asked.append(said)
+        return original(said, *args, **options)
+
+    monkeypatch.setattr(llm.preparer, "prepare_chat", prepare_chat)
     own = [QUESTION[0], {"role": "system", "content": "mine"}]
     lines = [{"messages": messages, **GREEDY} for messages in (QUESTION, own, [], ["x"])]
     path = write(tmp_path / "in.jsonl", *lines, {"prompt": "a", **GREEDY})
@@ -767,7 +775,7 @@ def test_a_bug_that_a_line_meets_is_its_error_and_is_logged_once(
 
 
 def test_an_error_of_the_engine_is_none_of_a_line(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise WorkerError("a process has ended")
 
     monkeypatch.setattr(llm.preparer, "prepare", fail)

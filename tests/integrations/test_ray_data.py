@@ -15,6 +15,7 @@ import pytest
 
 from nanoinfer import ConfigError, RequestError, SamplingParams, tiny_model_path
 from tests.integrations.snippets import snippet
+from tests.lora.adapters import write_adapter
 
 ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")
@@ -354,6 +355,23 @@ def test_rows_keep_their_order_so_that_prefixes_are_found(actor: EngineActor) ->
     answered = asyncio.run(answer(actor, rows))
     assert [row["id"] for row in answered] == [*range(10)]
     assert min(row["num_cached_tokens"] for row in answered) >= 96
+
+
+def test_a_row_names_the_adapter_that_answers_it(tmp_path: Path) -> None:
+    write_adapter(tiny_model_path(), tmp_path / "one", 1, r".*layers\.\d+\..*_proj", std=0.2)
+    (tmp_path / "broken").mkdir()
+    loaded = EngineActor(str(tiny_model_path()), {**ENGINE, "enable_lora": True}, GREEDY, None, True, str(tmp_path))
+    models = [None, "one", str(tiny_model_path()), "one", "broken", "../one", "two"]
+    rows = asyncio.run(answer(loaded, [{"messages": ask(QUESTION), "model": model} for model in models]))
+    texts, errors = [row["generated_text"] for row in rows], [row[ERROR_COLUMN] for row in rows]
+    assert texts[0] == texts[2] == ANSWER
+    assert texts[1] == texts[3] not in ("", ANSWER)
+    assert errors[:4] == [""] * 4
+    assert "adapter_config.json cannot be read" in errors[4]
+    assert all("is no folder in dynamic_lora_loading_path=" in error for error in errors[5:])
+    processor = build_processor(tiny_model_path(), device="cpu", dynamic_lora_loading_path=tmp_path)
+    assert processor.engine["options"]["enable_lora"]
+    assert processor.engine["lora_folder"] == str(tmp_path)
 
 
 def test_a_bad_row_ends_the_job_where_it_is_not_to_continue(actor: EngineActor) -> None:

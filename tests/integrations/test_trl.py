@@ -183,6 +183,40 @@ def test_adapters_are_merged_into_the_weights_and_stay_in_the_trainer(llm: LLM, 
     assert any("lora_" in name for name, _ in trainer.model.named_parameters())
 
 
+@pytest.mark.parametrize("sleep_level", [None, 2])
+def test_an_engine_with_enable_lora_gets_the_adapter_alone(
+    tmp_path: Path, sleep_level: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    options: dict[str, Any] = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_model_len": 128}
+    options |= {"logprobs_mode": "processed_logprobs", "enable_lora": True}
+    with LLM(tiny_model_path(), device="cpu", **options) as llm:
+        rollout, sent = rollout_func(llm, sleep_level=sleep_level), list[str]()
+        update = llm.update_weights
+
+        def note(weights: Any, **its: Any) -> None:
+            given = dict(weights)
+            sent.extend(given)
+            update(given, **its)
+
+        monkeypatch.setattr(llm, "update_weights", note)
+        trainer = make_trainer(tmp_path, rollout)
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        trainer.model = peft.get_peft_model(trainer.model, adapters)
+        first = rollout(["Hello"], trainer)
+        with torch.no_grad():
+            for name, param in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    param.mul_(-3)
+        trainer.state.global_step += 1
+        for output in (first, rollout(["Hello"], trainer)):
+            expected = logprobs_of_trainer(trainer, output["prompt_ids"][0], output["completion_ids"][0])
+            is_near = (torch.tensor(output["logprobs"][0]) - expected).abs().max() < 1e-4
+            assert bool(is_near) == (output is not first), "the first is of the matrices before"
+        assert all("lora_" in name for name in sent) == (sleep_level is None)
+        assert sum("lora_" in name for name in sent) == 2 * 2 * len(trainer.model.base_model.model.model.layers)
+
+
 def test_a_row_without_numbers_is_an_error(llm: LLM, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, rollout_func(llm))
     with torch.no_grad():

@@ -5,11 +5,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanoinfer import LLM, ConfigError, EngineStateError, LoRARequest, ModelError, RequestError, SamplingParams
 from tests.lora.adapters import merge, request, write_adapter
@@ -192,6 +194,31 @@ def test_a_hundred_adapters_by_turns_leave_nothing_behind(llm: LLM, base: Path, 
     assert 7 not in llm.list_loras()
     engine: Any = llm.engine
     assert len(engine.runner.adapters.by_number) == len(llm.list_loras())
+    assert len(engine.scheduler._idle) <= 2, "as many as there are slots"
+
+
+def test_steps_with_an_adapter_replay_graphs_of_their_own(
+    llm: LLM, requests: list[Any], merged: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in the place of CUDA graphs here compute a step as without; small prefill graphs serve no adapters."""
+    engine: Any = llm.engine
+    runner, used = engine.runner.model_runner, list[str]()
+
+    def graphs(name: str) -> Any:
+        return SimpleNamespace(replay=lambda batch: (used.append(name), runner.decode(batch)))
+
+    monkeypatch.setattr(runner.state, "graphs_by_use", (graphs("plain"), graphs("adapted")))
+    small = SimpleNamespace(choose=lambda *_: lambda step: (used.append("small"), runner.model(step))[1])
+    monkeypatch.setattr(runner.state.buffers, "prefill_graphs", small)
+    try:
+        for given, names in (([None] * 2, {"plain", "small"}), ([None, requests[1]], {"adapted"})):
+            used.clear()
+            llm.reset_prefix_cache()
+            outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=given)
+            assert {*used} == names
+            check(outputs, [merged[0][0], merged[0 if given[1] is None else 1][1]])
+    finally:
+        runner.state.decode_graphs = None
 
 
 def test_an_id_stands_for_one_folder_until_it_is_removed(llm: LLM, trio: Trio, requests: list[Any]) -> None:
@@ -209,14 +236,14 @@ def test_an_id_stands_for_one_folder_until_it_is_removed(llm: LLM, trio: Trio, r
     with pytest.raises(RequestError, match="was removed; name it again"):
         next(stream)
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=other)[0].token_ids) == 8
-    llm.remove_lora(1)
+    llm.abort(llm.add_request([1, 2], GREEDY, lora_request=other))
+    assert llm.remove_lora(1), "what was aborted uses it no more"
+    assert [output.outputs[0].finish_reason for output in llm.step()] == ["abort"]
 
 
 def test_adapters_stay_when_the_engine_sleeps_and_when_its_weights_change(
     base: Path, trio: Trio, requests: list[Any], merged: list[list[Any]]
 ) -> None:
-    from safetensors.torch import load_file
-
     with LLM(base, enable_lora=True, max_loras=3, max_lora_rank=8, **OPTIONS) as llm:
         for level in (1, 2):
             check(llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests[1]), merged[1])
@@ -227,6 +254,74 @@ def test_adapters_stay_when_the_engine_sleeps_and_when_its_weights_change(
         check(llm.generate(PROMPTS, GREEDY, use_tqdm=False), merged[2])
         llm.update_weights(load_file(base / "model.safetensors"))
         check(llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests[3]), merged[3])
+
+
+def test_replicas_have_each_adapter(
+    base: Path, trio: Trio, requests: list[Any], merged: list[list[Any]], tmp_path: Path
+) -> None:
+    prompts, given = [prompt for prompt in PROMPTS for _ in requests], requests * len(PROMPTS)
+    with LLM(base, enable_lora=True, max_lora_rank=8, data_parallel_size=2, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=given)
+        for index, wanted in enumerate(merged):
+            check(outputs[index :: len(requests)], wanted)
+        bad = write_adapter(base, tmp_path / "bad", 0, r".*q_proj", target_modules=["k_proj"])
+        with pytest.raises(ModelError, match=r"it has matrices, and adapter_config\.json does not"):
+            llm.add_lora(request(bad, 9))
+        assert llm.list_loras() == {1, 2, 3}
+        llm.add_request([1, 2], GREEDY, lora_request=requests[1])
+        with pytest.raises(EngineStateError, match="is used by unfinished requests"):
+            llm.remove_lora(1)
+        while not llm.step():
+            pass
+        assert llm.remove_lora(1)
+        other = LoRARequest("all", 1, str(trio["patterns"][0]))
+        check(llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=other), merged[3][:2])
+        new = write_adapter(
+            base, tmp_path / "new", 7, r".*v_proj|.*down_proj|.*o_proj", lambda m: 8 if "v_proj" in m else 4
+        )
+        old = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=requests[3])
+        llm.update_weights(load_file(new / "adapter_model.safetensors"), lora="patterns")
+        assert (
+            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=requests[3])[0].token_ids != old[0].token_ids
+        )
+
+
+def test_a_trainer_gives_new_matrices_by_pefts_names(
+    base: Path, trio: Trio, requests: list[Any], merged: list[list[Any]], tmp_path: Path
+) -> None:
+    """In place of those of a folder, whose config stays; what others have cached stays too."""
+    start = write_adapter(base, tmp_path / "policy", 9, ALL)
+    tensors = load_file(trio["all"][0] / "adapter_model.safetensors")
+    in_memory = {name.replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()}
+    for size in (1, 2):
+        with LLM(base, enable_lora=True, max_lora_rank=8, tensor_parallel_size=size, **OPTIONS) as llm:
+            policy = LoRARequest("policy", 5, str(start))
+            before = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=[policy] * 5 + [None])
+            assert before[4].token_ids != merged[1][4].token_ids
+            for given in (tensors, iter(in_memory.items())):
+                llm.update_weights(given, lora="policy")
+                outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=[policy] * 5 + [None])
+                check(outputs, merged[1][:5] + merged[0][5:])
+                assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 0, 0, 62]
+            engine: Any = llm.engine
+            assert len(engine.runner.adapters.by_number if size == 1 else llm.list_loras()) == 1
+            name = next(iter(tensors))
+            with pytest.raises(
+                ModelError, match=r"the new matrices of LoRARequest\(lora_name='policy', .* do not fit: .* lacks"
+            ):
+                llm.update_weights({key: tensors[key] for key in tensors if "layers.1.mlp" not in key}, lora="policy")
+            with pytest.raises(ModelError, match="cannot be updated: it is a int; give a tensor"):
+                llm.update_weights({name: 1}, lora="policy")
+            with pytest.raises(ModelError, match=r"named_tensors cannot be read \(.*\); give a dict of peft's names"):
+                llm.update_weights([1], lora="policy")  # type: ignore[list-item]
+            with pytest.raises(RequestError, match="lora='other' is no loaded adapter; use add_lora first; loaded"):
+                llm.update_weights(tensors, lora="other")
+            llm.add_request(PROMPTS[0], GREEDY, lora_request=policy)
+            with pytest.raises(EngineStateError, match="is used by unfinished requests"):
+                llm.update_weights(tensors, lora="policy")
+            while not (finished := llm.step()):
+                pass
+            check(finished, merged[1][:1])
 
 
 def test_what_a_call_cannot_have_is_refused(llm: LLM, base: Path, requests: list[Any]) -> None:
@@ -244,8 +339,8 @@ def test_what_a_call_cannot_have_is_refused(llm: LLM, base: Path, requests: list
             plain.generate([[1]], GREEDY, use_tqdm=False, lora_request=requests[1])
         with pytest.raises(ConfigError, match="this LLM was made without enable_lora=True; give that"):
             plain.add_lora(requests[1])
-    with pytest.raises(ConfigError, match=r"enable_lora=True with data_parallel_size=2 .* is not supported; use 1 and"):
-        LLM(base, enable_lora=True, data_parallel_size=2, **OPTIONS)
+    with pytest.raises(ConfigError, match="enable_lora=True with distributed_executor_backend='external_launcher' is"):
+        LLM(base, enable_lora=True, distributed_executor_backend="external_launcher", **OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""`nanoinfer bench adapters`: what LoRA adapters cost, one and many in a batch, and what they cost where none is used.
+
+An adapter changes all linear layers that one can change. Its matrices are random, and all adapters are read from one
+folder, under ids of their own.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanoinfer import LLM, LoRARequest, SamplingParams
+from nanoinfer.bench.engines import make_params
+from nanoinfer.bench.report import describe_machine, find_device, print_row
+from nanoinfer.bench.workloads import Load, choose_loads, draw_workload, model_of
+from nanoinfer.lora.adapter_config import CONFIG_FILE
+from nanoinfer.lora.adapter_weights import WEIGHTS_FILE, adaptable_layers, checkpoint_modules
+
+LOADS = ("default", "small", "read")
+NUM_RUNS = 3
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Time each load without enable_lora, with it and no adapter, and with adapters; print a table."""
+    device, counts = find_device(), sorted({*args.adapters})
+    loads = [(name, load) for name in LOADS for load in choose_loads(name, device)]
+    options: dict[str, Any] = {"max_num_seqs": max(load.max_num_seqs for _, load in loads), "device": device}
+    options |= {"max_model_len": max(load.longest for _, load in loads), "enable_prefix_caching": False}
+    lora = {"enable_lora": True, "max_loras": counts[-1], "max_lora_rank": args.rank}
+    figures: list[dict[str, Any]] = [{"load": name, "num_seqs": load.num_seqs} for name, load in loads]
+    with model_of(args, device) as model, TemporaryDirectory() as folder:
+        options |= model.options
+        if device == "cpu":
+            options["num_kvcache_blocks"] = 64
+        with LLM(str(model.folder), **options) as llm:
+            for one, (_, load) in zip(figures, loads, strict=True):
+                one["without"] = time_load(llm, load, model.config.vocab_size, [None])
+        del llm  # or the next one would lie in memory beside it
+        gc.collect()
+        with LLM(str(model.folder), **options, **lora) as llm:
+            write_adapter(llm, Path(folder), args.rank)
+            requests = [LoRARequest(f"adapter {number}", number, folder) for number in range(1, counts[-1] + 1)]
+            seconds = [time_adding(llm, one) for one in requests]
+            print(f"{llm!r}: seconds to add an adapter of rank {args.rank}, median: {statistics.median(seconds):.3f}")
+            print(f"tokens a second, in and out, median of {NUM_RUNS} runs; shares are of those without enable_lora")
+            print_row("load", "requests", "without", "enabled, unused", *(f"{count} adapters" for count in counts))
+            print_row(*["---"] * (4 + len(counts)))
+            for one, (_, load) in zip(figures, loads, strict=True):
+                one["unused"] = time_load(llm, load, model.config.vocab_size, [None])
+                for count in counts:
+                    one[str(count)] = time_load(llm, load, model.config.vocab_size, [*requests[:count]])
+                print_figures(one, counts)
+    return {"model": str(model), "rank": args.rank, "loads": figures, "add": seconds, **describe_machine(device)}
+
+
+def time_load(llm: LLM, load: Load, vocab_size: int, adapters: list[LoRARequest | None]) -> float:
+    """Return tokens a second, in and out, of a load whose requests have these adapters by turns: of runs the median."""
+    speeds = []
+    for seed in range(1 + NUM_RUNS):  # the first one compiles and captures graphs
+        workload = draw_workload(seed, load, vocab_size)
+        prompts, params = [*workload.prompts], make_params(SamplingParams, workload, detokenize=False)
+        given = [adapters[index % len(adapters)] for index in range(len(prompts))]
+        started = perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=None if adapters == [None] else given)
+        seconds = perf_counter() - started
+        num_out = sum(len(output.token_ids) for output in outputs)
+        assert num_out == workload.num_output_tokens, "a request got another number of tokens than it asked for"
+        speeds.append((workload.num_input_tokens + num_out) / seconds)
+    return statistics.median(speeds[1:])
+
+
+def time_adding(llm: LLM, request: LoRARequest) -> float:
+    started = perf_counter()
+    llm.add_lora(request)
+    return perf_counter() - started
+
+
+def write_adapter(llm: LLM, folder: Path, rank: int) -> None:
+    """Write an adapter with small random matrices for all layers of an engine that one can change."""
+    engine: Any = llm.engine
+    model, tensors = engine.runner.model, dict[str, torch.Tensor]()
+    layers = adaptable_layers(model)
+    for (path, shard), module in checkpoint_modules(model, layers).items():
+        num_outputs, num_inputs = layers[path].num_outputs(shard), layers[path].full_shape[1]
+        for which, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
+            tensors[f"base_model.model.{module}.lora_{which}.weight"] = (0.01 * torch.randn(shape)).bfloat16()
+    save_file(tensors, folder / WEIGHTS_FILE)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+
+
+def print_figures(one: dict[str, Any], counts: list[int]) -> None:
+    speeds = [one[name] for name in ("unused", *map(str, counts))]
+    shown = [f"{speed:,.0f} ({speed / one['without'] - 1:+.1%})" for speed in speeds]
+    print_row(one["load"], one["num_seqs"], f"{one['without']:,.0f}", *shown)
