@@ -24,7 +24,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.ops.fp8.spec import dequantize_weight, fit_weight
 from nanoinfer.ops.int4 import spec as int4
 from nanoinfer.quantization import method_selection
-from tests.models.test_architectures import ARCHITECTURES, SMALL_WEIGHTS, draw_options, save_random_model
+from tests.models.test_architectures import ARCHITECTURES, LATENT, SMALL_WEIGHTS, draw_options, save_random_model
 from tests.proposers import KnownTexts, engine_of
 
 
@@ -117,6 +117,8 @@ def draw(seed: int, device: str) -> Combination:
         options["quantization"] = None
     if model.get("enable_moe_block") and options["quantization"] == "fp8":  # experts with GeGLU have no such kernels
         options["quantization"] = "int4"
+    if architecture in LATENT:  # whose vectors have 16 bits
+        options["kv_cache_dtype"] = "auto"
     limit = min(options["max_model_len"] or model["max_position_embeddings"], 1000 if device == "cpu" else 3500)
     prompts = _draw_prompts(rng, sizes, model["vocab_size"], limit, options)
     params = [_draw_params(rng, limit - len(prompt)) for prompt in prompts]
@@ -142,6 +144,9 @@ def _draw_model(rng: random.Random, sizes: Sizes, architecture: str, seed: int) 
         model["global_head_dim"] = 2 * head_dim
     if "vocab_size_per_layer_input" in model:
         model["vocab_size_per_layer_input"] = vocab_size
+    if architecture in LATENT:
+        del model["head_dim"]  # which is another name of qk_rope_head_dim
+        model["num_key_value_heads"] = model["num_attention_heads"]
     if model.get("sliding_window") not in (None, 4096):  # 4096: off
         model["sliding_window"] = window
     if "moe_intermediate_size" in model:

@@ -135,6 +135,7 @@ CUDA_ONLY = (
     "ops.common.math",
     "distributed.copy_engines",
     "layers.attention.flash_attn",
+    "layers.attention.latent_triton",
     "layers.attention.triton",
 )
 

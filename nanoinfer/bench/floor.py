@@ -76,8 +76,8 @@ def compute_floor(
     """Return the least time for the workload at these rates. Only what no engine can avoid is counted.
 
     Prefill is matrix products at the matrix rate: 2 FLOPs for each layer weight and prompt token; the same for each
-    lm_head weight and request, as only the last position needs logits; and causal attention, 4 FLOPs for each layer,
-    each value of a query (heads x head_dim), and each pair of a token and one at or before it.
+    lm_head weight and request, as only the last position needs logits; and causal attention, 2 FLOPs for each layer,
+    each value of a key and of a value, in all query heads, and each pair of a token and one at or before it.
 
     A decode step takes the longer of two: reading layers and lm_head once (the embedding is a lookup, so it counts
     only where it is the lm_head), or 2 FLOPs for each of these weights and running sequence. Reading key and value of
@@ -87,7 +87,8 @@ def compute_floor(
     as tokens of their prompts, and their lm_head too; nothing is generated after them.
 
     What is shared counts once: a prompt is computed once for all its samples, and a prefix that all prompts begin with
-    once for all prompts. A decode step reads their keys and values once for all sequences that run.
+    once for all prompts. A decode step reads their keys and values once for all sequences that run. A token of latent
+    attention has one vector in the place of them.
 
     Of a mixture of experts, a token is multiplied by its own experts alone, and a step reads those that its tokens go
     to, as many as if each token chose them evenly and by chance. Where tokens choose alike, fewer are read, and the
@@ -174,11 +175,11 @@ def _floor_of_engine(
 class AttentionKind(NamedTuple):
     """Tells layers with attention apart by what the floor counts of them.
 
-    query_width: values of a query, of all heads. kv_values: values of a key and of a value, of all heads.
+    query_width: see `_query_width`. kv_values: values of a key and of a value, of all heads.
     """
 
     window: int | None
-    query_width: int
+    query_width: float
     kv_values: int
 
 
@@ -187,10 +188,16 @@ def _attention_layers(config: ModelConfig) -> Counter[AttentionKind]:
     kinds = Counter[AttentionKind]()
     for index, window in enumerate(config.windows):
         layer = config.of_layer(index)
-        width, values = layer.num_attention_heads * layer.head_dim, BlockLayout.of(layer, TensorParallel()).num_values
+        values = BlockLayout.of(layer, TensorParallel()).num_values
         if not config.is_linear(index):
-            kinds[AttentionKind(window, width, sum(values))] += 1
+            kinds[AttentionKind(window, _query_width(layer), sum(values))] += 1
     return kinds
+
+
+def _query_width(layer: ModelConfig) -> float:
+    """Return how many values a key or a value has, in all query heads; where these differ, their mean."""
+    value_size = layer.head_dim if layer.latent_attention is None else layer.latent_attention.value_size
+    return layer.num_attention_heads * (layer.head_dim + value_size) / 2
 
 
 def _num_state_values(config: ModelConfig) -> int:
@@ -276,7 +283,7 @@ def embedding_flops(config: ModelConfig, lens: list[int]) -> float:
     windows: list[int | None] = [None] * config.num_hidden_layers
     if encoder is not None and encoder.window is not None:
         windows = [2 * encoder.window - 1 if is_local else None for is_local in encoder.local_layers]
-    widths = [config.num_attention_heads * config.of_layer(index).head_dim for index in range(len(windows))]
+    widths = [_query_width(config.of_layer(index)) for index in range(len(windows))]
     num_pairs = sum(
         width * length * min(length, window or length)
         for width, window in zip(widths, windows, strict=True)

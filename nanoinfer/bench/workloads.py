@@ -292,6 +292,21 @@ SIZES = {
         attention_bias=True,
         rope_theta=1000000.0,
     ),
+    "glm-4.7-flash": _config(
+        *("Glm4MoeLiteForCausalLM", 154880, 2048, 10240, 47, 20, 20, None),
+        rope_theta=1000000.0,
+    ),
+    "deepseek-v2-lite": _config(
+        *("DeepseekV2ForCausalLM", 102400, 2048, 10944, 27, 16, 16, 163840),
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=6,
+        rope_scaling={
+            **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
     "qwen2-7B": _config(  # Qwen2.5
         *("Qwen2ForCausalLM", 152064, 3584, 18944, 28, 28, 4, 32768), model_type="qwen2", rope_theta=1000000.0
     ),

@@ -19,8 +19,7 @@ class BlockLayout:
     """Says what one rank keeps of each token in one layer: some vectors, in a tensor for each of its operands.
 
     vectors: the heads and the size of the vectors of each tensor. In 8 bits each vector also has a scale. Layers that
-    read their tensors otherwise than as keys and values need a subclass with a `layer_cache` of its own; none is in the
-    package yet.
+    read their tensors otherwise than as keys and values need a subclass with a `layer_cache` of its own.
     """
 
     vectors: tuple[tuple[int, int], ...]
@@ -33,6 +32,8 @@ class BlockLayout:
     @classmethod
     def of(cls, config: BaseModelConfig, tp: TensorParallel) -> "BlockLayout":
         """Return the layout of a model's layers with attention."""
+        if (latent := config.latent_attention) is not None:
+            return LatentLayout(((1, latent.vector_size),), latent.latent_size)
         return cls.of_kv(num_local_kv_heads(config, tp), config.head_dim)
 
     def layer_cache(self, *tensors: Tensor) -> LayerCache:
@@ -58,6 +59,17 @@ class BlockLayout:
         """Return how often all tensors of `other` fit into those here; 0 where something would be left."""
         factor = self.num_values[0] // other.num_values[0]
         return factor if self.num_values == tuple(factor * size for size in other.num_values) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayout(BlockLayout):
+    """Holds one vector of each token for all heads, on every rank. Its first numbers, the latent, are the value."""
+
+    latent_size: int
+
+    def layer_cache(self, *tensors: Tensor) -> LayerCache:
+        vectors, *scales = tensors
+        return LayerCache(vectors, vectors[..., : self.latent_size], *scales, *scales)
 
 
 def num_local_kv_heads(config: BaseModelConfig, tp: TensorParallel) -> int:

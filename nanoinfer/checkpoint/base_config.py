@@ -71,6 +71,28 @@ class LinearAttentionConfig:
         return 2 * self.key_size + self.value_size
 
 
+@dataclass(frozen=True, slots=True)
+class LatentAttentionConfig:
+    """Describes latent attention (MLA, DeepSeek-V2, 2024), in which all heads share one vector for each token.
+
+    The vector is a latent, from which keys and values are made, and the rotated part that all keys have.
+    query_rank: of the two products that make queries; None: one product makes them. latent_size: of the latent.
+    rotary_size, plain_size: of the rotated and the other numbers of a query or key. value_size: of a head's value.
+    is_interleaved: whether rotation turns neighbouring numbers together, see `rotate` of ops/kv_cache.
+    """
+
+    query_rank: int | None
+    latent_size: int
+    rotary_size: int
+    plain_size: int
+    value_size: int
+    is_interleaved: bool
+
+    @property
+    def vector_size(self) -> int:
+        return self.latent_size + self.rotary_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelConfig:
     """Holds the sizes that the cache, the tables and the heads depend on.
@@ -91,6 +113,7 @@ class BaseModelConfig:
     windows: tuple[int | None, ...]  # how many tokens each token attends to, by layer; None for all before it
     moe: MoEConfig | None = None
     linear_attention: LinearAttentionConfig | None = None  # None: all layers attend to tokens
+    latent_attention: LatentAttentionConfig | None = None  # None: the cache holds keys and values of heads
     head: HeadConfig | None = None  # None: a language-model head
     # What becomes of hidden states; None until the folder was read, which says more than config.json.
     pooling: PoolingConfig | None = field(default=None, compare=False)

@@ -5,9 +5,9 @@ Everything is accounted for: a parameter that no tensor fills, and a tensor that
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -114,6 +114,9 @@ def fill_with_random_weights(model: nn.Module, std: float, seed: int) -> None:
             param.normal_(0.0, std, generator=generator)
         elif kind == "weight":  # its scales come with it
             quant_method.fill_with_random_weights(model.get_submodule(path), std, generator)
+    for module in cast(Iterable[Any], model.modules()):
+        if hasattr(module, "widen"):  # what it keeps beside a weight follows from that
+            module.widen()
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ class ShareOfHeads(NamedTuple):
 
     name: str
     share: int
-    outputs_of: str
+    outputs_of: str | None
     inputs_of: str | None = None
 
 
@@ -234,7 +234,16 @@ class ModelConfig(BaseModelConfig):
         return None
 
     def _shares_of_heads(self, size: int) -> Iterator["ShareOfHeads"]:
-        """Yield what each of `size` ranks has of the heads."""
+        """Yield what each of `size` ranks has of the heads; of latent attention, also what ranks do not split."""
+        if (latent := self.latent_attention) is not None:
+            num_heads, has_rank = self.num_attention_heads // size, latent.query_rank is not None
+            queries = "self_attn.q_b_proj" if has_rank else "self_attn.qkv_a_proj"
+            yield ShareOfHeads("the query heads", num_heads * self.head_dim, queries)
+            yield ShareOfHeads("kv_b_proj", num_heads * (latent.plain_size + latent.value_size), "self_attn.kv_b_proj")
+            yield ShareOfHeads("the values of heads", num_heads * latent.value_size, None, "self_attn.o_proj")
+            if latent.query_rank is not None:  # outputs of the product before, which packs others behind them
+                yield ShareOfHeads("q_lora_rank", latent.query_rank, "self_attn.qkv_a_proj")
+            return
         for kind in self._kinds_of_layers:
             value_heads = kind.num_attention_heads // size * kind.head_dim
             yield ShareOfHeads("the query heads", value_heads, "self_attn.qkv_proj", "self_attn.o_proj")

@@ -28,12 +28,14 @@ class ShardedLinear(nn.Module):
     """Holds what the linear layers have in common.
 
     is_row_parallel: whether the ranks split the inputs, and not the outputs. rounds_at_load: whether a checkpoint in 16
-    bits has its weight rounded to fewer, if the user asks for that. shape: of this rank's weight, (..., outputs,
-    inputs). full_shape: outputs and inputs of the whole weight.
+    bits has its weight rounded to fewer, if the user asks for that. takes_adapters: whether its product is all that is
+    made of its weight, so that adapters can add to that. shape: of this rank's weight, (..., outputs, inputs).
+    full_shape: outputs and inputs of the whole weight.
     """
 
     is_row_parallel = False
     rounds_at_load = True
+    takes_adapters = True
     weight: nn.Parameter
 
     def __init__(self, shape: tuple[int, ...], full_shape: tuple[int, int], bias: bool) -> None:

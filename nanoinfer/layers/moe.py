@@ -17,7 +17,7 @@ from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear, sum_buffers, wide_rows
 from nanoinfer.ops.activations.spec import gated_sum, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.ops.routing.spec import route, route_by_sigmoid, route_in_groups
+from nanoinfer.ops.routing.spec import route, route_by_sigmoid, route_in_groups, route_in_groups_by_softmax
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, split_k_product
 
 # At most so many partial sums of a router's product, each of so many inputs at least. For 128 experts of 2048 inputs,
@@ -71,11 +71,18 @@ class BiasedRouter(Router):
         self.bias = torch.nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
 
 
-class SigmoidRouter(Router):
-    """Scores each expert by itself, and corrects the choice by a bias (DeepSeek-V3, GLM-4.5, MiniMax-M2).
+class WideRouter(Router):
+    """Has its logits in float32, as some models are trained."""
 
-    Its logits are float32, as these models are trained.
-    """
+    def logits(self, hidden: Tensor) -> Tensor:
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            # Products of 16 bits are exact in float32, in which the tensor cores add them up.
+            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        return F.linear(hidden.float(), self.weight.float())
+
+
+class SigmoidRouter(WideRouter):
+    """Scores each expert by itself, and corrects the choice by a bias (DeepSeek-V3, GLM-4.5, MiniMax-M2)."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__(hidden_size, moe)
@@ -91,11 +98,21 @@ class SigmoidRouter(Router):
         num_groups, num_chosen = moe.num_groups, moe.num_chosen_groups
         return Routing(*route_in_groups(terms, bias, count, normalises, factor, num_groups, num_chosen, row_mask))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            # Products of 16 bits are exact in float32, in which the tensor cores add them up.
-            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-        return F.linear(hidden.float(), self.weight.float())
+
+class SoftmaxGroupRouter(WideRouter):
+    """Scores the experts by a softmax, in groups if there are any. Weights are scaled, not normalised (DeepSeek-V2)."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
+        super().__init__(hidden_size, moe)
+        self.moe = moe
+
+    def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
+        terms, moe, count, factor = self.terms(hidden), self.moe, self.num_experts_per_tok, self.moe.scaling_factor
+        if moe.num_groups > 1:
+            num_groups, num_chosen = moe.num_groups, moe.num_chosen_groups
+            return Routing(*route_in_groups_by_softmax(terms, count, factor, num_groups, num_chosen, row_mask))
+        expert_ids, weights = route(terms, count, False, row_mask)
+        return Routing(expert_ids, weights if factor == 1 else weights * factor)
 
 
 class SharedExpert(nn.Module):

@@ -46,7 +46,8 @@ AdapterMatrices = dict[str, LayerMatrices]  # by the path of a layer in the mode
 def adaptable_layers(model: Any) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
     """Return the layers of a model that adapters can change, by their paths."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
-    return {path: module for path, module in model.model.named_modules(prefix="model") if isinstance(module, kinds)}
+    modules = model.model.named_modules(prefix="model")
+    return {path: module for path, module in modules if isinstance(module, kinds) and module.takes_adapters}
 
 
 def shards_of(layer: Any) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 REGISTRY: dict[str, str] = {
     "Cohere2ForCausalLM": "cohere2.Cohere2ForCausalLM",
+    "DeepseekV2ForCausalLM": "deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3ForCausalLM",
     "Exaone4ForCausalLM": "exaone4.Exaone4ForCausalLM",
     "Gemma2ForCausalLM": "gemma.Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "gemma.Gemma3ForCausalLM",
@@ -23,6 +25,7 @@ REGISTRY: dict[str, str] = {
     "Gemma4UnifiedForCausalLM": "gemma4.Gemma4UnifiedForCausalLM",
     "Gemma4UnifiedForConditionalGeneration": "gemma4.Gemma4UnifiedForCausalLM",
     "Glm4MoeForCausalLM": "glm4_moe.Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "deepseek.Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM": "gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "granite.GraniteForCausalLM",
     "LlamaForCausalLM": "llama.LlamaForCausalLM",

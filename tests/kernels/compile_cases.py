@@ -110,6 +110,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        **SIZES,
+        **EXPERTS,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 20,
+        "n_routed_experts": 8,
+        "q_lora_rank": 256,
+    },
+    "DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **SIZES,
+        **EXPERTS,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 2,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+    },
 }
 FP8 = {"quantization": "fp8"}
 # By name: a compute capability, a model of those above, and options of the engine.
@@ -151,6 +170,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"quantization": "int4", "kv_cache_dtype": "fp8"},
     ),
     "Ada, heads of 512, shared caches": (89, "Gemma 4 E", {}),
+    "Hopper, latents of 20 heads": (90, "GLM-4.7-Flash", {}),
+    "Hopper, latents of 16 heads, FP8": (90, "DeepSeek-V2-Lite", FP8),
+    "Ampere, latents of 20 heads": (86, "GLM-4.7-Flash", {}),
+    "Ampere, latents of 16 heads, 4 bits": (80, "DeepSeek-V2-Lite", {"quantization": "int4"}),
 }
 # Further cases, on the GPUs that people own: an RTX 3090 (8.6), a 4090 (8.9) and a 5090 (12.0). Not in the list.
 CARDS: dict[str, tuple[int, str, dict[str, Any]]] = {

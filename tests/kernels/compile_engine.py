@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,13 @@ def pretend(gpu: AbsentGpu) -> None:
     from nanoinfer.quantization import method_selection as methods
 
     backend_selection.AttentionBackends.select = partialmethod(select_backend, gpu)
+    backend_selection.AttentionBackends.obstacle_of_device = lambda *_: None
     methods.has_fp8_products = lambda _device: gpu.capability >= 89
     torch.Tensor.is_cpu = False  # type: ignore[assignment, misc]  # for what has a way of its own on a CPU
     # Products on a GPU have options that CPUs lack. No kernel is chosen by the values, so these are all zero.
-    torch.bmm = lambda x, weight, out_dtype=None: x.new_zeros(*x.shape[:-1], weight.shape[-1], dtype=out_dtype)
+    torch.bmm = lambda x, weight, out_dtype=None, out=None: (
+        x.new_zeros(*x.shape[:-1], weight.shape[-1], dtype=out_dtype) if out is None else out.zero_()
+    )
     torch.mm = lambda x, weight, out_dtype=None, out=None: (
         x.new_zeros(len(x), weight.shape[1], dtype=out_dtype) if out is None else out.zero_()
     )
@@ -144,6 +148,7 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
     from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
     from nanoinfer.models.execution import compiling_few_rows
     from nanoinfer.runner.cuda_graphs import graph_sizes, several_tokens_graph_sizes
+    from nanoinfer.runner.setup import largest_prefill
     from nanoinfer.sampling.logprobs import MAX_SCANNED, compute_logprobs
 
     steps = runner.model_runner
@@ -154,6 +159,10 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
                 runner.setup.run_largest_prefills(steps, runner.limits)
             triton.LONG_CONTEXT = 0
             runner.setup.run_largest_prefills(steps, runner.limits)
+            if runner.setup.model_config.latent_attention is not None:  # which reads cached vectors by another kernel
+                step = largest_prefill(steps.state.tables, torch.zeros(1, dtype=torch.int64), 64)
+                metadata = tuple(replace(table, context_lens=(65,)) for table in step.metadata)
+                steps.forward(steps.planned(replace(step, metadata=metadata)))
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 steps.decode(DecodeBatch(rows))

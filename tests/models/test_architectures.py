@@ -16,6 +16,7 @@ from nanoinfer.models.native_config import read_native_config
 
 # Those for text and images have the text model of the class for text alone.
 ARCHITECTURES = sorted(name for name in REGISTRY if name.endswith("ForCausalLM"))
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 HYBRIDS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 # Parts of the names of weights that stay in 16 bits, also where others are rounded.
 SMALL_WEIGHTS = (
@@ -33,6 +34,7 @@ SMALL_WEIGHTS = (
     "in_proj_a.",
     "in_proj_b.",
     "A_log",
+    "kv_b_proj",  # of latent attention
 )
 VOCAB_SIZE = 256
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -136,6 +138,8 @@ def draw_options(architecture: str, seed: int) -> dict[str, Any]:
         options |= {"norm_topk_prob": rng.random() < 0.5, "routed_scaling_factor": rng.choice((1.0, 2.5))}
         if groups == 4:
             options["topk_group"] = 2
+    elif architecture in LATENT:
+        options |= draw_latent_options(rng, architecture, options)
     elif architecture == "MiniMaxM2ForCausalLM":
         options |= {"head_dim": head_dim, "num_local_experts": rng.choice((3, 8)), "num_experts_per_tok": 2}
         factor = rng.choice((1.0, 0.5))
@@ -199,6 +203,34 @@ def draw_gemma4_experts_and_inputs(rng: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {"hidden_size_per_layer_input": rng.choice((0, 8))}
     options |= {"vocab_size_per_layer_input": VOCAB_SIZE, "enable_moe_block": rng.random() < 0.5}
     return options | {"num_experts": rng.choice((3, 8)), "top_k_experts": 2, "moe_intermediate_size": 24}
+
+
+def draw_latent_options(rng: random.Random, architecture: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Draw what models with latent attention have, whose heads have no groups. Their head_dim is not ours."""
+    options = {"num_key_value_heads": sizes["num_attention_heads"], "kv_lora_rank": rng.choice((16, 40))}
+    options |= {"qk_rope_head_dim": rng.choice((4, 8, 16)), "qk_nope_head_dim": rng.choice((8, 12))}
+    options |= {"v_head_dim": rng.choice((8, 16, 24)), "q_lora_rank": rng.choice((None, 24))}
+    options |= {"attention_bias": options["q_lora_rank"] is not None and rng.random() < 0.5}
+    options |= {"moe_intermediate_size": rng.choice((8, 24)), "n_routed_experts": 8, "num_experts_per_tok": 3}
+    options |= {"n_shared_experts": rng.choice((1, 2)), "routed_scaling_factor": rng.choice((1.0, 2.5))}
+    options |= {"n_group": (groups := rng.choice((1, 2, 4))), "topk_group": 2 if groups == 4 else 1}
+    if architecture == "Glm4MoeLiteForCausalLM":
+        layers = ["sparse"] + ["dense"] * (sizes["num_hidden_layers"] - 1)
+        options |= {"mlp_layer_types": rng.choice((None, layers))}
+    else:
+        options |= {"first_k_dense_replace": rng.choice((0, 1, 3))}
+    if architecture == "DeepseekV2ForCausalLM":
+        options |= {"topk_method": rng.choice(("greedy", "group_limited_greedy"))}
+    else:
+        options |= {"norm_topk_prob": rng.random() < 0.5, "rope_interleave": rng.random() < 0.7}
+    if rng.random() < 0.6:
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+        options["rope_parameters"] = {
+            **yarn,
+            "mscale": rng.choice((0.7, 1.0)),
+            "mscale_all_dim": rng.choice((0.7, 1.0)),
+        }
+    return options
 
 
 def draw_hybrid_options(rng: random.Random, head_dim: int) -> dict[str, Any]:
@@ -295,6 +327,8 @@ def test_greedy_tokens_equal_those_of_transformers(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_give_the_tokens_of_transformers(checkpoint: Callable[..., Path], architecture: str) -> None:
     even = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    if architecture in LATENT:
+        even["num_key_value_heads"] = 4
     folder, prompts = checkpoint(architecture, 0, **even), draw_prompts(0)
     answers = generate(folder, prompts, tensor_parallel_size=2, max_model_len=112)
     assert answers == reference_tokens(folder, prompts, answers)
@@ -320,6 +354,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture: str) 
     """A config with its structural sizes alone means the same here and there, also as transformers writes it out."""
     sizes = {"vocab_size": 512, "hidden_size": 4096, "intermediate_size": 512, "num_hidden_layers": 30}
     sizes["num_attention_heads"] = 32
+    if architecture == "DeepseekV2ForCausalLM":
+        sizes["num_experts_per_tok"] = 6  # which it has no default for
     theirs = getattr(transformers, architecture).config_class(**sizes, pad_token_id=0)
     short = {"architectures": [architecture], **sizes}
     full = {**theirs.to_dict(), "architectures": [architecture]}

@@ -15,7 +15,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Way
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, DecoderPrefillGraphs, padded_sizes
-from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
+from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, LATENT, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 NOT_PLAIN = (
     *("Cohere2ForCausalLM", "Exaone4ForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
@@ -28,7 +28,7 @@ WITH_EXPERTS = (
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-WITHOUT_GRAPHS = (*HYBRIDS, *NOT_PLAIN, *WITH_EXPERTS)
+WITHOUT_GRAPHS = (*HYBRIDS, *LATENT, *NOT_PLAIN, *WITH_EXPERTS)
 
 
 @pytest.fixture

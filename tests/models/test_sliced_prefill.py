@@ -16,10 +16,11 @@ from nanoinfer.models import execution, sliced_prefill
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Way
-from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
+from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, LATENT, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 RUN_WHOLE = (
     *HYBRIDS,
+    *LATENT,
     "Cohere2ForCausalLM",
     "Exaone4ForCausalLM",
     "Gemma4ForCausalLM",

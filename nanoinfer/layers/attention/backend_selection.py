@@ -59,8 +59,7 @@ class AttentionBackends:
     def shared(self, spec: Hashable, place: LayerPlace, select: Callable[[], BackendT]) -> BackendT:
         """Return the one backend of all layers of this spec, which `select` makes for the first of them.
 
-        Attention of another kind than `AttentionSpec` describes has a spec of a class of its own; none is in the
-        package yet.
+        Attention of another kind than `AttentionSpec` describes has a spec of a class of its own.
         """
         self._places.setdefault((place.table, spec), place)
         if spec not in self._backends:
@@ -136,17 +135,8 @@ class AttentionBackends:
         """Return why a backend cannot serve; None where it can."""
         if backend == "torch":
             return None
-        if self.device.type != "cuda":
-            return f"runs on CUDA, and device is {self.device.type!r}; use a GPU"
-        modules = {"triton": "triton", "flash-attn": FLASH_ATTN} if backend == "flash_attn" else {"triton": "triton"}
-        for package, module in modules.items():
-            if error := import_error(module):
-                return f"needs the package {package}, which cannot be imported ({error}); install it"
-        if torch.cuda.is_available() and compute_capability(self.device) < (8, 0):
-            gpu = torch.cuda.get_device_name(self.device)
-            return f"needs a GPU of compute capability 8.0 or more, and {gpu} has less"
-        if self.dtype == torch.float32:
-            return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
+        if reason := self.obstacle_of_device(backend):
+            return reason
         largest = MAX_HEAD_DIMS[backend]
         if spec.head_dim % 8 != 0 or spec.head_dim > largest:
             return (
@@ -160,6 +150,21 @@ class AttentionBackends:
                 "model"
             )
         return self._obstacle_of_flash_attn(spec) if backend == "flash_attn" else None
+
+    def obstacle_of_device(self, backend: str) -> str | None:
+        """Return why a backend other than PyTorch's cannot run here, whatever the layer is; None where it can."""
+        if self.device.type != "cuda":
+            return f"runs on CUDA, and device is {self.device.type!r}; use a GPU"
+        modules = {"triton": "triton", "flash-attn": FLASH_ATTN} if backend == "flash_attn" else {"triton": "triton"}
+        for package, module in modules.items():
+            if error := import_error(module):
+                return f"needs the package {package}, which cannot be imported ({error}); install it"
+        if torch.cuda.is_available() and compute_capability(self.device) < (8, 0):
+            gpu = torch.cuda.get_device_name(self.device)
+            return f"needs a GPU of compute capability 8.0 or more, and {gpu} has less"
+        if self.dtype == torch.float32:
+            return "computes in 16 bits, and dtype is 'float32'; use dtype='bfloat16'"
+        return None
 
     def _obstacle_of_flash_attn(self, spec: AttentionSpec) -> str | None:
         """Return what flash-attn lacks that our own kernels have; None where it serves."""

@@ -511,6 +511,7 @@ def plan_decode(
     least_tiles: int = 1,
     large_tiles: bool = False,
     num_row_tokens: Tensor | None = None,
+    tile_size: int | None = None,
 ) -> TileList:
     """List the tiles of all rows for `paged_decode_attention`.
 
@@ -521,10 +522,11 @@ def plan_decode(
     least_tiles: how many tiles a row without tokens gets; with 0, its result is not written.
     large_tiles: what `has_large_tiles` says of rows; leave it out for shared prefixes.
     num_row_tokens: (num_rows,) int32, how many query tokens each row has; None where each has one.
+    tile_size: tokens of a tile, a divisor of block_size, for other kernels than `paged_decode_attention`.
     The host does not wait for the device, so a CUDA graph can capture this.
     """
     num_rows, max_blocks = block_tables.shape
-    tile_size = _tile_size(block_size, head_dim, large_tiles)
+    tile_size = tile_size or _tile_size(block_size, head_dim, large_tiles)
     tiles = block_tables.new_empty((num_rows * max_blocks * (block_size // tile_size), 4))
     row_starts = block_tables.new_empty(num_rows + 1)
     _plan_kernel[(num_rows,)](

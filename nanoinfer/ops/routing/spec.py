@@ -63,10 +63,36 @@ def route_in_groups(
     scores = terms.sum(0, dtype=torch.float32).sigmoid()
     groups = (scores + bias).unflatten(1, (num_groups, -1))
     of_groups = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
-    chosen = torch.sort(of_groups, dim=-1, descending=True, stable=True).indices[:, :num_chosen_groups]
-    is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, chosen, True)
-    order = groups.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(1)
+    order = _in_best_groups(groups, of_groups, num_chosen_groups)
     return _choose(scores, order, num_experts_per_tok, norm_topk_prob, scaling_factor, row_mask)
+
+
+def route_in_groups_by_softmax(
+    terms: Tensor,
+    num_experts_per_tok: int,
+    scaling_factor: float,
+    num_groups: int,
+    num_chosen_groups: int,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do as `route`, but only with the groups of experts whose best ones are likeliest (DeepSeek-V2).
+
+    Weights are not made to sum to 1; they are multiplied by the scaling factor.
+    """
+    scores = torch.softmax(terms.sum(0, dtype=torch.float32), dim=-1)
+    groups = scores.unflatten(1, (num_groups, -1))
+    order = _in_best_groups(groups, groups.amax(dim=-1), num_chosen_groups)
+    return _choose(scores, order, num_experts_per_tok, False, scaling_factor, row_mask)
+
+
+def _in_best_groups(groups: Tensor, of_groups: Tensor, num_chosen: int) -> Tensor:
+    """Return the scores of experts, (num_tokens, num_experts), with -inf outside the groups that score best.
+
+    groups: the scores, (num_tokens, num_groups, experts of a group). of_groups: those of groups.
+    """
+    chosen = torch.sort(of_groups, dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, chosen, True)
+    return groups.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def _choose(

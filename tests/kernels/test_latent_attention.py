@@ -1,0 +1,168 @@
+"""The kernels of latent attention in Triton's interpreter, on the CPU, against plain PyTorch. On a GPU: tests/gpu."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.layers.attention.latent import TorchLatentBackend
+from nanoinfer.layers.attention.metadata import DecodeMetadata
+from nanoinfer.models import latent_attention
+from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents
+from tests.latent_cases import (
+    DECODES,
+    FLASH,
+    PREFILLS,
+    SIZES,
+    LatentStep,
+    decode_step,
+    moved,
+    prefill_step,
+    randn,
+    write_arguments,
+)
+from tests.models.test_architectures import checkpoint, draw_prompts
+
+pytest.importorskip("triton")
+
+from nanoinfer.layers.attention import latent_triton
+from nanoinfer.layers.attention.latent_triton import TritonLatentBackend
+from nanoinfer.ops.latent_attention import triton as kernels
+from tests.kernels.helpers import exact_bfloat16, loops_are_interpreted
+
+__all__ = ["checkpoint", "exact_bfloat16"]  # fixtures
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
+    loops_are_interpreted,
+    # Of queries after the last of a group, whose results are not stored.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
+]
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 5)
+
+
+def assert_equals_specification(step: LatentStep, atol: float = 1e-5) -> torch.Tensor:
+    found, expected = step.run(TritonLatentBackend(step.spec, CPU)), step.specification()
+    if isinstance(step.metadata, DecodeMetadata):  # rows without context, and tokens that a row does not have
+        lens = step.metadata.with_a_row_for_each_token().context_lens
+        found, expected = found[lens > 0], expected[lens > 0]
+    torch.testing.assert_close(found.float(), expected, atol=atol, rtol=1e-4)
+    return found
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decode_equals_its_specification(name: str) -> None:
+    assert_equals_specification(decode_step(*DECODES[name]))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_rows_that_read_a_prefix_together_get_what_each_gets_alone(num_tokens: int) -> None:
+    step = decode_step(16, (40, 50, 33, 70, 45), num_tokens, num_shared=2, num_sharers=(2, 1, 2))
+    together = assert_equals_specification(step)
+    alone = replace(step, metadata=replace(step.metadata, shared_prefixes=None))
+    torch.testing.assert_close(together, assert_equals_specification(alone), atol=1e-5, rtol=1e-4)
+    assert step.metadata.shared_prefixes is not None
+    assert TritonLatentBackend(step.spec, CPU).plan(step.metadata, step.cache).plans[step.spec].prefixes is not None
+
+
+@pytest.mark.parametrize("name", [name for name in PREFILLS if "chunks" in name])
+def test_prefill_over_cached_vectors_equals_its_specification(name: str) -> None:
+    assert_equals_specification(prefill_step(*PREFILLS[name]))
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_prefill_over_expanded_keys_and_values_equals_its_specification(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "has_large_shared_memory", lambda device: not small)
+    step = prefill_step(*PREFILLS["whole prompts"])
+    spec, num_tokens = step.spec, len(step.absorbed)
+    q = randn(num_tokens, spec.num_heads, SIZES.plain_size + SIZES.rotary_size)
+    vectors, weight = randn(num_tokens, SIZES.vector_size, seed=1), randn(3, 24, SIZES.plain_size + SIZES.value_size)
+
+    def expand(latents: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("tl,hls->ths", latents, weight)
+
+    found, expected = (
+        backend.attend_to_heads(q, vectors, expand, step.cache, backend.plan(step.metadata, step.cache))
+        for backend in (TritonLatentBackend(spec, CPU), TorchLatentBackend(spec))
+    )
+    assert not TritonLatentBackend(spec, CPU).reads_latents(step.metadata)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_sizes_of_glm_flash_equal_the_specification(monkeypatch: pytest.MonkeyPatch, exact_bfloat16: None) -> None:
+    """In bfloat16; of prefill also with less shared memory."""
+    assert_equals_specification(decode_step(20, (5, 33), sizes=FLASH).to("cpu", torch.bfloat16), atol=0.02)
+    for small in (False, True):
+        monkeypatch.setattr(kernels, "has_large_shared_memory", lambda device, small=small: not small)
+        step = prefill_step(2, (9,), (20,), sizes=FLASH)
+        assert_equals_specification(step.to("cpu", torch.bfloat16), atol=0.02)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, is_interleaved=True), FLASH])
+@pytest.mark.parametrize("num_heads", [1, 20])
+def test_the_write_equals_its_specification(num_heads: int, sizes: object) -> None:
+    arguments = write_arguments(sizes, 7, num_heads, torch.float32)  # type: ignore[arg-type]
+    theirs, ours = moved(arguments, "cpu"), moved(arguments, "cpu")
+    expected, found = norm_rope_store_latents(*theirs), kernels.norm_rope_store_latents(*ours)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours[3], theirs[3])
+    torch.testing.assert_close(ours[6].k, theirs[6].k)
+    assert not torch.equal(ours[3], arguments[3])
+    assert (ours[6].k != 0).any(dim=3).sum() == 4, "two of seven tokens have slots, and the others have none"
+
+
+def test_steps_without_tokens_write_nothing() -> None:
+    arguments = write_arguments(SIZES, 0, 2, torch.float32)
+    assert kernels.norm_rope_store_latents(*arguments).shape == (0, 32)
+
+
+def test_an_engine_over_the_kernels_gives_the_tokens_of_plain_attention(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts and chunks, a second sample of each that reads its prompt with the first."""
+    folder, prompts = (
+        checkpoint("Glm4MoeLiteForCausalLM", 0, num_hidden_layers=2, mlp_layer_types=None),
+        draw_prompts(0, (20, 37)),
+    )
+    passes = set[str]()
+
+    def answers() -> list[list[int]]:
+        options = {"max_model_len": 64, "kvcache_block_size": 16, "max_num_batched_tokens": 32}
+        with LLM(folder, device="cpu", dtype="float32", num_kvcache_blocks=100, **options) as llm:
+            llm.engine.scheduler.sharer_finder.min_saved_tokens = 0  # type: ignore[attr-defined]
+            params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True, n=2)
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+            outputs = [llm.generate(prompts, params, use_tqdm=False)]
+        return [one.token_ids for calls in outputs for output in calls for one in output.outputs]
+
+    def noted(name: str) -> Callable[..., Any]:
+        kernel = getattr(latent_triton, name)
+
+        def run(*args: Any) -> Any:
+            passes.add(name)
+            return kernel(*args)
+
+        return run
+
+    expected = answers()
+    names = {"absorbed_prefill_attention", "expanded_prefill_attention", "paged_latent_attention"}
+    names.add("shared_latent_attention")
+    for name in names:
+        monkeypatch.setattr(latent_triton, name, noted(name))
+    monkeypatch.setattr(latent_attention, "norm_rope_store_latents", kernels.norm_rope_store_latents)
+    monkeypatch.setattr(
+        latent_attention, "select_latent_backend", lambda _, spec: latent_triton.TritonLatentBackend(spec, CPU)
+    )
+    assert answers() == expected
+    assert passes == names
