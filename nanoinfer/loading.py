@@ -32,7 +32,7 @@ from nanoinfer.executor.external_runner import ExternalRunner
 from nanoinfer.executor.parallel_runner import ParallelRunner
 from nanoinfer.images.image_engine import ImageEngine, TextProposals
 from nanoinfer.images.image_reader import ImageReader
-from nanoinfer.images.processor import ImageProcessor
+from nanoinfer.images.processor import PROCESSOR_FILES, ImageProcessor
 from nanoinfer.images.sources import check_pillow
 from nanoinfer.lora.adapter_scheduler import AdapterScheduler
 from nanoinfer.lora.registry import AdapterRegistry
@@ -181,12 +181,12 @@ def reduce_llm(config: EngineConfig, weights: object) -> tuple[Any, ...]:
 
 def find_model(config: EngineConfig) -> ModelFiles:
     """Read a model's config, having downloaded the model if it is not here. Raises ModelError."""
-    if config.sees_images:
-        check_pillow()
     is_random = config.load_format == "dummy"
     folder = resolve_model_folder(
         config.model, not is_random, revision=config.revision, download_dir=config.download_dir
     )
+    if config.sees_images and any((folder / name).exists() for name in PROCESSOR_FILES[:2]):
+        check_pillow()
     model_config = read_model_config(folder, config)
     if not model_config.finds_prefixes:
         config = replace(config, enable_prefix_caching=False)

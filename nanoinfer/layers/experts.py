@@ -71,6 +71,16 @@ class PackedExperts(ShardedLinear):
             place[int(expert)].narrow(spec.output_dim, self.parts.index(part) * size, size).copy_(share)
 
 
+class TransposedExperts(PackedExperts):
+    """Holds projections whose inputs come before their outputs in checkpoints, and not in transformers' memory."""
+
+    def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
+        num_outputs, num_inputs = self.full_shape
+        if full.shape[1:] == (num_inputs, len(self.parts) * num_outputs):
+            full = full.transpose(1, 2)
+        return super().unpack(full, param)
+
+
 class BiasedExperts(PackedExperts):
     """Holds projections with a bias for each output, (num_experts, outputs).
 

@@ -42,6 +42,7 @@ REGISTRY: dict[str, str] = {
     "Qwen3ForCausalLM": "qwen.Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "qwen.Qwen3MoeForCausalLM",
     "Qwen3VLForConditionalGeneration": "qwen.Qwen3ForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration": "qwen.Qwen3VLMoeForCausalLM",
     "Qwen3NextForCausalLM": "qwen3_next.Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "qwen3_next.Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen3_5ForCausalLM",

@@ -3,10 +3,14 @@
 Those with linear attention: `qwen3_next.py`.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
+from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.checkpoint.fields import Fields
+from nanoinfer.layers.experts import Experts, TransposedExperts
+from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models.causal_lm import DecoderForCausalLM
 from nanoinfer.models.config_fields import read_experts, read_windows
 from nanoinfer.models.decoder_spec import DecoderSpec
@@ -53,3 +57,30 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         "moe_intermediate_size": 768,
     }
     config_readers: ClassVar = {"windows": partial(read_windows, switch=SWITCH), "moe": read_experts}
+
+
+class Qwen3VLExperts(Experts):
+    """Holds experts that are packed in checkpoints, inputs before outputs."""
+
+    projection: ClassVar = TransposedExperts
+
+
+def read_normalised_experts(fields: Fields) -> MoEConfig:
+    """Read the sizes of experts whose weights add up to 1, whatever norm_topk_prob says."""
+    return replace(read_experts(fields), norm_topk_prob=True)
+
+
+class Qwen3VLMoeForCausalLM(Qwen3MoeForCausalLM):
+    """Is the text part of Qwen3-VL with experts."""
+
+    spec: ClassVar = DecoderSpec(qk_norm=True, experts=partial(SparseMoE, experts=Qwen3VLExperts))
+    config_defaults: ClassVar = {
+        **Qwen3MoeForCausalLM.config_defaults,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+    }
+    config_readers: ClassVar = {**Qwen3MoeForCausalLM.config_readers, "moe": read_normalised_experts}

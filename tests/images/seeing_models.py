@@ -136,17 +136,19 @@ def gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+
+
 def qwen3_vl_moe() -> Any:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
     config = transformers.Qwen3VLMoeConfig(
-        text_config={**TEXT, **experts, ROPE_FIELD: {**ROPE, "mrope_section": [2, 3, 3]}},
+        text_config={**TEXT, **EXPERTS, ROPE_FIELD: {**ROPE, "mrope_section": [2, 3, 3]}},
         vision_config={**QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **QWEN_IDS,
     )
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
-def qwen3_5() -> Any:
+def qwen3_5(name: str = "Qwen3_5", **others: Any) -> Any:
     """Return a model whose layers have linear attention, but one, which rotates half of its dimensions."""
     rope = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     linear = {
@@ -156,12 +158,13 @@ def qwen3_5() -> Any:
         "linear_value_head_dim": 16,
     }
     layer_types = ["linear_attention", "full_attention", "linear_attention"]
-    config = transformers.Qwen3_5Config(
-        text_config={**TEXT, **linear, "num_hidden_layers": 3, "layer_types": layer_types, "rope_parameters": rope},
+    layers = {"num_hidden_layers": 3, "layer_types": layer_types, "rope_parameters": rope}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**TEXT, **linear, **layers, **others},
         vision_config={**QWEN_VISION, "num_position_embeddings": 64},
         **QWEN_IDS,
     )
-    return transformers.Qwen3_5ForConditionalGeneration(config)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
 
 def mistral3() -> Any:
@@ -228,6 +231,11 @@ if not IS_5:  # transformers 4 has not the one, and writes a config of the other
     del MODELS["Qwen3_5ForConditionalGeneration"], MODELS["Qwen2_5_VLForConditionalGeneration"]
 OTHERS: dict[str, Seeing] = {  # which take long to test, all together
     "Qwen3VLMoeForConditionalGeneration": Seeing(qwen3_vl_moe, QWEN_PICTURE, "mm_token_type_ids"),
+    "Qwen3_5MoeForConditionalGeneration": Seeing(
+        partial(qwen3_5, "Qwen3_5Moe", shared_expert_intermediate_size=48, **EXPERTS),
+        QWEN_PICTURE,
+        "mm_token_type_ids",
+    ),
     "AyaVisionForConditionalGeneration": of_rules("AyaVision", partial(square, size=32, num_tokens=4)),
     "Cohere2VisionForConditionalGeneration": of_rules("Cohere2Vision", partial(square, size=32, num_tokens=4)),
     "GlmOcrForConditionalGeneration": of_rules("GlmOcr", GLM_PICTURE, "mm_token_type_ids", text_config=THREE),

@@ -34,6 +34,7 @@ GEMMA4_VISION = {"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 64
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 # By name: the class, its fields, and how older checkpoints began the names of tensors.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 1}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "Gemma 3": (
         "Gemma3ForConditionalGeneration",
@@ -84,6 +85,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         },
         {},
     ),
+    "Qwen3-VL with experts": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **EXPERTS, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        },
+        {"model.language_model.": "model.language_model."},  # with inputs before outputs
+    ),
 }
 
 
@@ -132,10 +141,11 @@ def test_ministral_3_in_fp8_gives_the_tokens_of_its_weights_in_float32(tmp_path:
 
 
 def rename(path: Path, prefixes: dict[str, str]) -> None:
-    """Begin the names of tensors otherwise: by the first prefix that fits."""
+    """Begin the names of tensors otherwise: by the first prefix that fits. Those of all experts are transposed."""
     renamed = {}
     for name, tensor in load_file(path).items():
         old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        tensor = tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
         renamed[prefixes.get(old, "") + name.removeprefix(old)] = tensor
     save_file(renamed, path)
 
