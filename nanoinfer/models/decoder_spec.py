@@ -97,8 +97,9 @@ class DecoderSpec:
     def needs_whole_sums(self) -> bool:
         """Whether the ranks all-reduce what is added to the residual stream before the next norm, and not within it."""
         # The kernel that does both knows no other norms, and leaves a rank only its own rows of the stream.
-        has_other_layers = self.layer is not None
-        return self.has_parallel_block or not self.has_pre_norms or self.norm not in SCALING_NORMS or has_other_layers
+        if self.layer is not None:  # which may read the stream itself
+            return True
+        return self.has_parallel_block or not self.has_pre_norms or self.norm not in SCALING_NORMS
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,11 +245,7 @@ class Gemma4Layer(DecoderLayer):
         self, stream: ResidualStream, row_mask: Tensor | None, routed: list[Tensor] | None
     ) -> PartialSum:
         """Return the sum of what the MLP and the experts make of the stream, each normalised."""
-        residual, of_mlp, of_experts = (
-            stream.residual,
-            self.post_feedforward_layernorm_1,
-            self.post_feedforward_layernorm_2,
-        )
+        residual = stream.residual
         routing = self.router(residual, row_mask)
         if routed is not None:
             routed.append(routing.expert_ids)
@@ -258,8 +254,9 @@ class Gemma4Layer(DecoderLayer):
         sums = torch.stack([part[0] if len(part) == 1 else part.sum(0) for part in terms])
         if self.tp.size > 1:
             self.tp.all_reduce(sums)
-        normed = rms_norm(sums[0], of_mlp.weight, of_mlp.eps) + rms_norm(sums[1], of_experts.weight, of_experts.eps)
-        return PartialSum(normed.unsqueeze(0))
+        norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
+        of_mlp, of_experts = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip(sums, norms, strict=True))
+        return PartialSum((of_mlp + of_experts).unsqueeze(0))
 
     def _add_input(self, stream: LayerInputStream) -> None:
         """Add the layer's input, gated by the stream."""
