@@ -331,6 +331,11 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         "moe": read_experts,
         "logits_soft_cap": lambda fields: fields.optional_float("final_logit_softcapping"),
     }
+    packed_modules_mapping: ClassVar = {
+        **DecoderForCausalLM.packed_modules_mapping,
+        "per_layer_input_gate": ("per_layer_input_gate", "gate"),
+        "per_layer_model_projection": ("per_layer_model_projection", "input"),
+    }
     renamed_endings: ClassVar = {
         **DecoderForCausalLM.renamed_endings,
         "router.proj.weight": "router.weight",
