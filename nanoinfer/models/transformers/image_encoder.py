@@ -79,10 +79,14 @@ class TransformersImageEncoder:
     @torch.inference_mode()
     def positions(self, token_ids: Sequence[int], images: Sequence[ImageContent]) -> Tensor:
         """Return the positions of time, height and width of a prompt with these images, (3, num_tokens) on the host."""
-        if hasattr(self._base, "rope_deltas"):
-            self._base.rope_deltas = None  # of the prompt before
-        grids = [{name: x for name, x in image.tensors.items() if not x.is_floating_point()} for image in images]
-        positions = self._capture(token_ids, joined(grids)).get("position_ids")
+        grids = joined([{name: x for name, x in one.tensors.items() if not x.is_floating_point()} for one in images])
+        if (count := getattr(self._base, "get_rope_index", None)) is not None:  # on the host, which waits for nothing
+            ids = torch.tensor([[*token_ids]], device="cpu")
+            inputs = {"input_ids": ids, **self._token_types(ids), **grids}
+            known = inspect.signature(count).parameters
+            positions = count(**{name: value for name, value in inputs.items() if name in known})[0]
+        else:
+            positions = self._capture(token_ids, grids).get("position_ids")
         if positions is None or positions.dim() != 3:
             raise ModelError(f"{self._name} tells its language model no positions of three numbers; leave images out")
         found: Tensor = positions[-3:, 0].cpu()
@@ -143,7 +147,7 @@ class TransformersImageEncoder:
         device = self._model.device
         ids = numbers_to_device([*token_ids], device)[None]
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        inputs |= {name: (ids == self.image_token_id).long() for name in TOKEN_TYPES if name in self._options}
+        inputs |= self._token_types(ids)
         if positions is not None:
             inputs["position_ids"] = positions.to(device)
         seen: dict[str, Any] = {}
@@ -164,6 +168,10 @@ class TransformersImageEncoder:
                 "supported; leave images out"
             )
         return seen
+
+    def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the model's inputs that say which tokens stand for images."""
+        return {name: (ids == self.image_token_id).long() for name in TOKEN_TYPES if name in self._options}
 
     def _find_sight(self) -> ImageSight:
         """Return which other tokens those of an image see. Raises ModelError for what is not supported."""
