@@ -330,7 +330,7 @@ def test_a_single_file_of_another_name_is_read_and_not_what_lies_beside_it(name:
     ("name", "why"),
     [
         ("consolidated.safetensors", "such a file has the layout of Mistral's own code; download model.safetensors"),
-        ("adapter_model.safetensors", "adapters are not supported; merge the adapter into its base model"),
+        ("adapter_model.safetensors", "use the base model with enable_lora=True, and name the adapter"),
     ],
 )
 def test_files_that_hold_no_weights_of_the_model_are_named(name: str, why: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from transformers import (
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.row_options import OF_PARAMS, ROW_OPTIONS, AdmittedRow
+from nanoinfer.lora.adapter_slots import AdapterSlots
 from nanoinfer.ops.filter_threshold.spec import thresholds
 from nanoinfer.ops.gumbel_max.spec import line_tables, sample, sample_and_append
 from nanoinfer.runner.pooler import Pooler
@@ -291,7 +292,7 @@ def test_of_equal_logits_the_lower_id_ranks_first_as_in_greedy_decoding() -> Non
 
 def test_every_option_that_a_row_is_told_of_is_read_once() -> None:
     sampler = Sampler(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 8, TensorParallel())
-    read = [name for state in (*sampler.states, Pooler) for name in state.reads]
+    read = [name for state in (*sampler.states, Pooler, AdapterSlots) for name in state.reads]
     assert sorted(read) == sorted(ROW_OPTIONS)
 
 
