@@ -37,6 +37,8 @@ def read_model_config(folder: Path, options: EngineConfig) -> BaseModelConfig:
     """Read the config of a model, and choose whose layers it has. Raises ModelError for one that cannot be run."""
     overrides, quantization, runner = options.hf_overrides, options.quantization, options.runner
     if options.model_impl == "nanoinfer" or not uses_transformers(folder, options):
+        if options.sees_images:
+            check_version("limit_mm_per_prompt asks for images. The models of transformers that encode these")
         config: BaseModelConfig = read_native_folder(folder, overrides, quantization, runner)
         if options.compile:
             raise ConfigError(
@@ -65,14 +67,16 @@ def uses_transformers(folder: Path, options: EngineConfig) -> bool:
     is_native = architecture in SUPPORTED
     if not raw.get("architectures") or (is_native and options.model_impl == "auto"):
         return False
-    version = metadata.version("transformers")
-    if tuple(map(int, version.split(".")[:2])) < FIRST_VERSION:
-        why = "" if is_native else f"{explain_architecture(raw, architecture, SUPPORTED)}. "
-        raise ModelError(
-            f"{why}Layers of transformers run from version {'.'.join(map(str, FIRST_VERSION))} on, and {version} is "
-            "installed; upgrade it"
-        )
+    why = "" if is_native else f"{explain_architecture(raw, architecture, SUPPORTED)}. "
+    check_version(f"{why}Layers of transformers")
     return True
+
+
+def check_version(what: str) -> None:
+    """Raise ModelError where the installed transformers is too old. what: needs a newer one, in words."""
+    version, first = metadata.version("transformers"), ".".join(map(str, FIRST_VERSION))
+    if tuple(map(int, version.split(".")[:2])) < FIRST_VERSION:
+        raise ModelError(f"{what} run from version {first} on, and {version} is installed; upgrade it")
 
 
 def make_on_meta(

@@ -46,6 +46,8 @@ def test_a_version_that_is_too_old_is_named_with_the_one_that_serves(
     write_tiny("LlamaForCausalLM", neox / "llama")
     with pytest.raises(ModelError, match=r"^Layers of transformers run from version 4\.57 on"):
         load(neox / "llama")
+    with pytest.raises(ModelError, match=r"^limit_mm_per_prompt asks for images.* from version 4\.57 on"):
+        load(neox / "llama", model_impl="auto", limit_mm_per_prompt={"image": 1})
     load(neox / "llama", model_impl="auto").close()
 
 
