@@ -210,8 +210,7 @@ class Setup:
         Where the user says how long sequences are, it is one of that length.
         """
         sequence = min(self.longest_sequence, self.config.max_model_len or memory.USUAL_TOKENS)
-        capacity = self.capacity(limits, self.tp.minimum(free_bytes, self.device))
-        return capacity >= max(sequence, self.max_step_tokens(limits))
+        return self.capacity(limits, free_bytes) >= max(sequence, self.max_step_tokens(limits))
 
     def smaller_steps(self, limits: RunnerLimits) -> RunnerLimits | None:
         """Return limits of smaller steps, which leave more memory to the cache; None if steps cannot be smaller."""
