@@ -165,9 +165,9 @@ def test_an_error_of_too_long_sequences_says_what_takes_the_memory(
     put_in(2 * (LOADED + 1024 * MIB), lambda tokens, _rows: 1024 * MIB - 1024 * TOKEN)
     message = (
         r"max_model_len=90000 is more than the KV cache holds: 4 blocks of 256 tokens, 1024 in all; lower max_model_len"
-        r".* Of 1\.01 GiB that gpu_memory_utilization=0\.5 grants on cpu, the weights 0\.\d\d, .*the largest step "
-        r"1\.00 GiB\. What makes room: quantization='int4' or a checkpoint in 4 bits \(weights of 0\.\d\d GiB\), "
-        r"kv_cache_dtype='int8' \(nearly twice the tokens in a cache\), device='cpu'"
+        r".* Of 1\.01 GiB that gpu_memory_utilization=0\.5 grants on cpu, the weights take 0\.\d\d GiB, .*the largest "
+        r"step takes 1\.00 GiB\. What makes room: quantization='int4' or a checkpoint in 4 bits "
+        r"\(weights of 0\.\d\d GiB\), kv_cache_dtype='int8' \(nearly twice the tokens in a cache\), device='cpu'"
     )
     with pytest.raises(ConfigError, match=message):
         load(folder, max_model_len=90_000, gpu_memory_utilization=0.5)
@@ -201,7 +201,8 @@ def test_memory_that_runs_out_while_weights_load_says_how_large_they_are(
 
     put_in(LOADED)
     monkeypatch.setattr(setup, "load", fail)
-    with pytest.raises(ConfigError, match=r"cpu has too little memory for the model of .*, the weights 0\.\d\d GiB\. "):
+    message = r"cpu has too little memory for the model of .*, the weights take 0\.\d\d GiB\. "
+    with pytest.raises(ConfigError, match=message):
         load(folder)
 
 
