@@ -237,7 +237,7 @@ class Setup:
         return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
     def max_step_tokens(self, limits: RunnerLimits) -> int:
-        return memory.max_step_tokens(limits.max_num_batched_tokens, limits.max_num_seqs, self.longest_sequence)
+        return memory.max_step_tokens(limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len)
 
     def measure_memory_use(self, runner: ModelRunner, limits: RunnerLimits, free_at_start: int) -> memory.MemoryUse:
         """Return what gpu_memory_utilization grants, and what weights, tables, the largest step and graphs take of it.

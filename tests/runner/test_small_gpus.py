@@ -35,6 +35,8 @@ class SmallGpu:
 
     def prefill(self, tables: Any, rows: torch.Tensor, num_tokens: int) -> Any:
         self.steps.append((num_tokens, len(rows)))
+        longest = tables.token_ids.shape[1] - 1
+        assert num_tokens <= longest * len(rows), "more prompts than rows"
         return largest_prefill(tables, rows[:2], 4)  # the CPU need not compute it all
 
     def peak_bytes(self, run: Callable[[], object], _device: object) -> int:
@@ -129,6 +131,16 @@ def test_steps_are_smaller_where_the_cache_holds_fewer_tokens_than_one(
     assert [tokens for tokens, _ in gpu.steps] == [16384, 8192, 4096]
     assert "max_num_batched_tokens is lowered from 16384 to 4096" in caplog.text
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
+@pytest.mark.filterwarnings("ignore:max_model_len is lowered")
+def test_the_largest_step_of_a_single_row_is_as_long_as_its_table(
+    folder: Path, put_in: Callable[..., SmallGpu]
+) -> None:
+    gpu = put_in(LOADED + 5120 * TOKEN)
+    with load(folder, max_num_seqs=1) as llm:
+        assert sizes_of(llm) == (16384, 1, 5120)
+    assert gpu.steps == [(5120, 1)]
 
 
 def test_rows_are_fewer_where_small_steps_are_not_enough(
