@@ -150,7 +150,7 @@ class SampleConstraint:
 
     def num_allowed(self, proposals: Sequence[int]) -> int:
         """Return how many of these tokens, from the first one on, the grammar allows to follow."""
-        if self.matcher is None or self.thinking is not None:
+        if not proposals or self.matcher is None or self.thinking is not None:
             return len(proposals)
         # What the library has against a token would stay in the sample's own matcher.
         return int(self.matcher.deep_copy().validate_tokens([*proposals]))

@@ -216,7 +216,7 @@ class DeviceRunner:
         buffers = setup.allocate_buffers(self.model, self.limits)
         self._allocate(buffers)
         self._memory_use = setup.measure_memory_use(self.model_runner, self.limits, free_at_start)
-        free_bytes = self._memory_use.free
+        free_bytes = self.tp.minimum(self._memory_use.free, self.device)  # so that all ranks go on alike
         if not setup.holds_enough(self.limits, free_bytes) and setup.smaller_steps(self.limits) is not None:
             raise memory.TooLittleMemoryError(f"{free_bytes} bytes hold too few tokens")
         return buffers, free_bytes

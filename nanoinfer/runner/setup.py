@@ -210,8 +210,7 @@ class Setup:
         Where the user says how long sequences are, it is one of that length.
         """
         sequence = min(self.longest_sequence, self.config.max_model_len or memory.USUAL_TOKENS)
-        capacity = self.capacity(limits, self.tp.minimum(free_bytes, self.device))
-        return capacity >= max(sequence, self.max_step_tokens(limits))
+        return self.capacity(limits, free_bytes) >= max(sequence, self.max_step_tokens(limits))
 
     def smaller_steps(self, limits: RunnerLimits) -> RunnerLimits | None:
         """Return limits of smaller steps, which leave more memory to the cache; None if steps cannot be smaller."""
@@ -238,7 +237,7 @@ class Setup:
         return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
     def max_step_tokens(self, limits: RunnerLimits) -> int:
-        return memory.max_step_tokens(limits.max_num_batched_tokens, limits.max_num_seqs, self.longest_sequence)
+        return memory.max_step_tokens(limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len)
 
     def measure_memory_use(self, runner: ModelRunner, limits: RunnerLimits, free_at_start: int) -> memory.MemoryUse:
         """Return what gpu_memory_utilization grants, and what weights, tables, the largest step and graphs take of it.

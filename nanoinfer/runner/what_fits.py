@@ -11,18 +11,18 @@ from nanoinfer.runner.setup import Setup
 
 def explain(setup: Setup, model: Model, use: MemoryUse) -> str:
     """Return sentences: what the memory of a GPU goes to, and what would make room. model: may lie on "meta"."""
-    weights, num_gpus = weight_bytes(model), torch.cuda.device_count()
+    config, weights, num_gpus = setup.model_config, weight_bytes(model), torch.cuda.device_count()
     taken = {
-        "the weights": weights,
-        "what else is loaded": use.loaded - weights,
-        "the largest step": use.step,
-        "CUDA graphs": use.graphs,
+        "the weights take": weights,
+        "what else is loaded takes": use.loaded - weights,
+        "the largest step takes": use.step,
+        "CUDA graphs take": use.graphs,
     }
-    takes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in taken.items() if size > 0)
+    takes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in taken.items() if size > 0)
     remedies = []
-    if (in_4_bits := bytes_in_4_bits(model, setup.model_config)) is not None:
+    if (in_4_bits := bytes_in_4_bits(model, config)) is not None:
         remedies.append(f"quantization='int4' or a checkpoint in 4 bits (weights of {in_4_bits / GIB:.2f} GiB)")
-    if not is_8_bit(setup.kv_cache_dtype):
+    if not is_8_bit(setup.kv_cache_dtype) and config.latent_attention is None and not config.is_encoder:
         remedies.append("kv_cache_dtype='int8' (nearly twice the tokens in a cache)")
     if use.graphs:
         remedies.append("enforce_eager=True (no CUDA graphs)")
@@ -30,4 +30,4 @@ def explain(setup: Setup, model: Model, use: MemoryUse) -> str:
         remedies.append(f"tensor_parallel_size={num_gpus} (a share of the weights on each GPU)")
     remedies.append("device='cpu' (the memory of the host)")
     granted = f"Of {use.granted / GIB:.2f} GiB that gpu_memory_utilization={setup.config.gpu_memory_utilization:g}"
-    return f"{granted} grants on {setup.device}, {takes} GiB. What makes room: {', '.join(remedies)}"
+    return f"{granted} grants on {setup.device}, {takes}. What makes room: {', '.join(remedies)}"

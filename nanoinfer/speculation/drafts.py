@@ -76,7 +76,7 @@ class TextDrafts:
         self._index.extend()
         self._num_followed = len(token_ids)
         # Where the text is being copied from: places in one text, the newest first, each at what would come next.
-        self._source, self._places = NO_TEXT, [0][:0]
+        self._source, self._places = NO_TEXT, list[int]()
         self._num_matched = 0  # tokens before the places that are equal
         self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
         self._has_missed = False  # whether the newest token was not that of the source
@@ -85,10 +85,10 @@ class TextDrafts:
     def follow(self) -> None:
         """Take in the tokens that were appended to the text."""
         tokens = self._index.tokens
-        for token_id in tokens[self._num_followed :]:
+        for position in range(self._num_followed, len(tokens)):
             self._num_since += 1
             if self._places:
-                self._move(token_id)
+                self._move(position)
         self._num_followed = len(tokens)
         self._index.extend()
 
@@ -107,10 +107,12 @@ class TextDrafts:
         factor = self._options.suffix_decoding_max_spec_factor
         return min(most, int(num_matched * factor)) if self._is_suffix else most
 
-    def _move(self, token_id: int) -> None:
-        """Follow the source by one token of the text."""
-        source, places = self._source, self._places
-        if goes_on := [place + 1 for place in places if place < len(source) and source[place] == token_id]:
+    def _move(self, position: int) -> None:
+        """Follow the source by the token at this position of the text."""
+        source, places, tokens = self._source, self._places, self._index.tokens
+        token_id = tokens[position]
+        end = position if source is tokens else len(source)  # the text itself is a source as far as it came before
+        if goes_on := [place + 1 for place in places if place < end and source[place] == token_id]:
             self._places, self._has_missed = goes_on, False
             self._num_matched += 1
             self._num_trusted = min(self._num_trusted + 1, self._max_match)
@@ -119,7 +121,7 @@ class TextDrafts:
         self._has_missed = False
         if not missed_before and self._num_matched > 1:
             self._left_at, self._num_since = place, 0
-        if place + 1 < len(source) and source[place + 1] == token_id:  # the source has one token more
+        if place + 1 < end and source[place + 1] == token_id:  # the source has one token more
             self._places = [place + 2]
         elif not missed_before and self._num_matched > 1:  # as if this token took the place of one of the source
             self._places, self._has_missed = [place + 1], True

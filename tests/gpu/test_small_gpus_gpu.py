@@ -61,7 +61,8 @@ def test_a_model_that_fits_runs_within_the_memory(load_on: Load, gib: int, size:
 
 def test_weights_that_do_not_fit_are_an_error_that_says_what_would(load_on: Load) -> None:
     message = (
-        r"too little memory .* the weights 15\.\d\d GiB\. What makes room: quantization='int4' .*weights of 5\.\d\d"
+        r"too little memory .* the weights take 15\.\d\d GiB\. What makes room: quantization='int4' "
+        r".*weights of 5\.\d\d"
     )
     with pytest.raises(ConfigError, match=message):
         load_on(8, "8B")

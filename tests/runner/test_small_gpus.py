@@ -35,6 +35,8 @@ class SmallGpu:
 
     def prefill(self, tables: Any, rows: torch.Tensor, num_tokens: int) -> Any:
         self.steps.append((num_tokens, len(rows)))
+        longest = tables.token_ids.shape[1] - 1
+        assert num_tokens <= longest * len(rows), "more prompts than rows"
         return largest_prefill(tables, rows[:2], 4)  # the CPU need not compute it all
 
     def peak_bytes(self, run: Callable[[], object], _device: object) -> int:
@@ -131,6 +133,16 @@ def test_steps_are_smaller_where_the_cache_holds_fewer_tokens_than_one(
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
+@pytest.mark.filterwarnings("ignore:max_model_len is lowered")
+def test_the_largest_step_of_a_single_row_is_as_long_as_its_table(
+    folder: Path, put_in: Callable[..., SmallGpu]
+) -> None:
+    gpu = put_in(LOADED + 5120 * TOKEN)
+    with load(folder, max_num_seqs=1) as llm:
+        assert sizes_of(llm) == (16384, 1, 5120)
+    assert gpu.steps == [(5120, 1)]
+
+
 def test_rows_are_fewer_where_small_steps_are_not_enough(
     folder: Path, put_in: Callable[..., SmallGpu], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,9 +177,9 @@ def test_an_error_of_too_long_sequences_says_what_takes_the_memory(
     put_in(2 * (LOADED + 1024 * MIB), lambda tokens, _rows: 1024 * MIB - 1024 * TOKEN)
     message = (
         r"max_model_len=90000 is more than the KV cache holds: 4 blocks of 256 tokens, 1024 in all; lower max_model_len"
-        r".* Of 1\.01 GiB that gpu_memory_utilization=0\.5 grants on cpu, the weights 0\.\d\d, .*the largest step "
-        r"1\.00 GiB\. What makes room: quantization='int4' or a checkpoint in 4 bits \(weights of 0\.\d\d GiB\), "
-        r"kv_cache_dtype='int8' \(nearly twice the tokens in a cache\), device='cpu'"
+        r".* Of 1\.01 GiB that gpu_memory_utilization=0\.5 grants on cpu, the weights take 0\.\d\d GiB, .*the largest "
+        r"step takes 1\.00 GiB\. What makes room: quantization='int4' or a checkpoint in 4 bits "
+        r"\(weights of 0\.\d\d GiB\), kv_cache_dtype='int8' \(nearly twice the tokens in a cache\), device='cpu'"
     )
     with pytest.raises(ConfigError, match=message):
         load(folder, max_model_len=90_000, gpu_memory_utilization=0.5)
@@ -201,7 +213,8 @@ def test_memory_that_runs_out_while_weights_load_says_how_large_they_are(
 
     put_in(LOADED)
     monkeypatch.setattr(setup, "load", fail)
-    with pytest.raises(ConfigError, match=r"cpu has too little memory for the model of .*, the weights 0\.\d\d GiB\. "):
+    message = r"cpu has too little memory for the model of .*, the weights take 0\.\d\d GiB\. "
+    with pytest.raises(ConfigError, match=message):
         load(folder)
 
 

@@ -61,6 +61,12 @@ def test_a_text_that_repeats_its_end_is_drafted_beyond_it() -> None:
 SOURCE = [*range(100, 120)]
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("run", [[7], [7, 8], [7, 8, 9]], ids=str)
+def test_a_text_is_looked_up_again_where_a_run_has_ended(run: list[int], method: str) -> None:
+    assert drafts_after(SOURCE + 12 * run, [5, 101, 102, 103], most=2, method=method) == [104, 105]
+
+
 @pytest.mark.parametrize(
     ("typed", "drafted"),
     [
