@@ -61,7 +61,7 @@ class AdapterConfig:
             raise ModelError(f"{path} has peft_type={kind!r}, and only 'LORA' is supported; {MERGE}")
         try:
             return cls._of(given)
-        except (TypeError, ValueError, re.error) as error:
+        except (TypeError, ValueError) as error:
             raise ModelError(f"{path}: {error}") from None
 
     @classmethod
@@ -75,7 +75,10 @@ class AdapterConfig:
             )
         if fields.get("bias") == "none":
             del fields["bias"]
-        layers, layer_names = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
+        layers = fields.pop("layers_to_transform", None)
+        if not isinstance(layers, int | list | None):
+            raise ValueError(f"layers_to_transform={layers!r:.100} is neither a whole number nor a list of these")
+        layer_names = _names(fields.pop("layers_pattern", None), "layers_pattern") or ()
         config = cls(
             rank=_number(fields.pop("r", 8), "r"),
             alpha=_number(fields.pop("lora_alpha", 8), "lora_alpha"),
@@ -83,10 +86,15 @@ class AdapterConfig:
             target_modules=_names(fields.pop("target_modules", None), "target_modules"),
             exclude_modules=_names(fields.pop("exclude_modules", None), "exclude_modules"),
             layers=[layers] if isinstance(layers, int) else layers or None,
-            layer_names=[layer_names] if isinstance(layer_names, str) else layer_names or (),
-            rank_pattern=fields.pop("rank_pattern", None) or {},
-            alpha_pattern=fields.pop("alpha_pattern", None) or {},
+            layer_names=[layer_names] if isinstance(layer_names, str) else layer_names,
+            rank_pattern=_numbers(fields.pop("rank_pattern", None), "rank_pattern"),
+            alpha_pattern=_numbers(fields.pop("alpha_pattern", None), "alpha_pattern"),
         )
+        for names in (config.target_modules, config.exclude_modules):
+            if isinstance(names, str):
+                _check_expression(names)
+        for part in (*config.layer_names, *config.rank_pattern, *config.alpha_pattern):
+            _check_expression(f"({part})")  # which is how they are used: as parts of longer ones
         for name, value in fields.items():
             if value:  # peft writes every option of its own, the unused ones as null, false or empty
                 raise ValueError(f"{name}={value!r:.100} is not supported; {MERGE}")
@@ -130,9 +138,23 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _number(value: Any, name: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r} is not a number above 0")
     return value
+
+
+def _numbers(value: Any, name: str) -> Mapping[str, Any]:
+    """Return numbers by ends of names."""
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{name}={value!r:.100} is no dict of numbers by ends of names")
+    return {end: _number(number, f"{name}[{end!r}]") for end, number in (value or {}).items()}
+
+
+def _check_expression(text: str) -> None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r:.100} is no regular expression ({error})") from None
 
 
 def _names(value: Any, name: str) -> str | Sequence[str] | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanoinfer.engine.scheduler import Scheduler
-from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.lora.registry import Adapter
 
 
@@ -12,8 +12,9 @@ class AdapterScheduler(Scheduler):
     """Queues a sequence once its adapter has a slot, which it keeps until all of its sequences have finished.
 
     Then it stays in the slot until another one needs that: of those without sequences, one that was removed goes, or
-    the one that has been without for longest. Sequences whose adapter has a slot overtake those that wait for one,
-    which get theirs by priority and arrival. num_slots: on the device.
+    the one that has been without for longest. After them, an adapter goes whose sequences are all paused; these give
+    up their rows and blocks, and wait for a slot once they are resumed. Sequences whose adapter has a slot overtake
+    those that wait for one, which get theirs by priority and arrival. num_slots: on the device.
     """
 
     def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
@@ -41,14 +42,29 @@ class AdapterScheduler(Scheduler):
 
     def _has_slot(self, adapter: Adapter) -> bool:
         """Give an adapter a slot, if it has none; return whether it has one now."""
-        if adapter.slot is None and not self._free_slots and self._idle:
-            evicted = next((one for one in self._idle if one.is_removed), next(iter(self._idle)))
-            del self._idle[evicted]
-            self._free_slots.append(evicted.slot)
-            evicted.slot = None
+        if adapter.slot is None and not self._free_slots:
+            evicted = self._adapter_to_evict()
+            if evicted is not None:
+                self._idle.pop(evicted, None)
+                self._free_slots.append(evicted.slot)
+                evicted.slot = None
         if adapter.slot is None and self._free_slots:
             adapter.slot = self._free_slots.pop(0)
         return adapter.slot is not None
+
+    def _adapter_to_evict(self) -> Adapter | None:
+        """Return the adapter that is to leave its slot, which no running or waiting sequence has; None for none."""
+        if self._idle:
+            return next((one for one in self._idle if one.is_removed), next(iter(self._idle)))
+        for last in sorted(self.paused, key=lambda seq: seq.queue_key, reverse=True):
+            adapter = last.adapter
+            if adapter is not None and adapter.slot is not None and all(map(_is_paused, adapter.users)):
+                for seq in self.paused:
+                    if seq.adapter is adapter and seq.row is not None:
+                        self.num_preemptions += 1
+                        self._release(seq, SequenceStatus.PAUSED)
+                return adapter
+        return None
 
     def finish(self, reasons: list[tuple[Sequence, str]]) -> list[Sequence]:
         finished = super().finish(reasons)
@@ -59,6 +75,10 @@ class AdapterScheduler(Scheduler):
         withdrawn = [seq for _, seq in self._waiting] + self.paused + self._held
         super().abort(seq_ids)
         self._leave(seq for seq in withdrawn if seq.seq_id in seq_ids)
+
+    def pause(self, seq_ids: set[int]) -> None:
+        super().pause(seq_ids)
+        self._enqueue_held()
 
     def _withdraw(self, seq_ids: set[int]) -> list[Sequence]:
         held = [seq for seq in self._held if seq.seq_id in seq_ids]
@@ -74,7 +94,15 @@ class AdapterScheduler(Scheduler):
                 adapter.users.remove(seq)
                 if not adapter.users and adapter.slot is not None:
                     self._idle[adapter] = None
-        if len(self._idle) > num_idle and self._held:
-            held, self._held = self._held, []
-            for seq in sorted(held, key=lambda seq: seq.queue_key):
-                self._enqueue(seq)
+        if len(self._idle) > num_idle:
+            self._enqueue_held()
+
+    def _enqueue_held(self) -> None:
+        """Queue those that wait for slots, as far as there are any now."""
+        held, self._held = self._held, []
+        for seq in sorted(held, key=lambda seq: seq.queue_key):
+            self._enqueue(seq)
+
+
+def _is_paused(seq: Any) -> bool:
+    return seq.status is SequenceStatus.PAUSED

@@ -31,7 +31,7 @@ class LoRARequest:
         if not isinstance(self.lora_path, str | Path) or not str(self.lora_path):
             raise RequestError(f"lora_path={self.lora_path!r} is no path; {EXAMPLE}")
         object.__setattr__(self, "lora_int_id", int(self.lora_int_id))
-        object.__setattr__(self, "lora_path", str(self.lora_path))
+        object.__setattr__(self, "lora_path", str(Path(self.lora_path)))  # "folder/" is the same as "folder"
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts of a call, or one for each

@@ -82,7 +82,7 @@ class AdapterRegistry:
 
     def add(self, request: LoRARequest) -> bool:
         """Load an adapter; return whether it was not loaded."""
-        is_new = _checked(request).lora_int_id not in self._by_id
+        is_new = _checked(request, LoRARequest).lora_int_id not in self._by_id
         self.get(request)
         return is_new
 
@@ -148,8 +148,8 @@ class AdapterRegistry:
         return set(self._by_id)
 
 
-def _checked(request: Any) -> Any:
-    """Raise RequestError for what is neither a LoRARequest nor None."""
-    if not isinstance(request, LoRARequest | None):
+def _checked(request: Any, kind: Any = LoRARequest | None) -> Any:
+    """Return a request. Raises RequestError for what is neither a LoRARequest nor, where it may be, None."""
+    if not isinstance(request, kind):
         raise RequestError(f"lora_request={request!r} is a {type(request).__name__}; {EXAMPLE}, or a list of these")
     return request

@@ -124,6 +124,13 @@ def test_a_random_config_means_what_it_means_to_peft(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type='IA3', and only 'LORA' is supported"),
         ({"r": 0}, "r=0 is not a number above 0"),
         ({"target_modules": [1]}, "target_modules=[1] is neither a text nor a list of texts"),
+        ({"target_modules": "("}, "'(' is no regular expression (missing ), unterminated"),
+        ({"rank_pattern": {"*": 4}}, "'(*)' is no regular expression (nothing to repeat"),
+        ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern['q_proj']='x' is not a number above 0"),
+        ({"rank_pattern": [4]}, "rank_pattern=[4] is no dict of numbers by ends of names"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number above 0"),
+        ({"layers_pattern": 5}, "layers_pattern=5 is neither a text nor a list of texts"),
+        ({"layers_to_transform": "0"}, "layers_to_transform='0' is neither a whole number nor a list of these"),
     ],
 )
 def test_what_would_change_answers_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

@@ -76,12 +76,31 @@ def test_a_sequence_that_waits_for_a_slot_can_be_paused_and_aborted() -> None:
     assert (scheduler.is_finished(), second.slot) == (True, None)
     scheduler.resume({1})
     assert second.slot == 0
+    assert run_step(scheduler) == [1]
+
+
+def test_paused_sequences_leave_their_adapters_slot_to_those_that_wait_for_it() -> None:
+    scheduler, (first, second) = make_scheduler(num_slots=1), make_adapters(2)
+    paused = [Sequence(n, [1, 2, n], SamplingParams(max_tokens=2), identity=first, adapter=first) for n in (0, 1)]
+    for seq in paused:
+        scheduler.add(seq)
+    batch = scheduler.schedule()
+    scheduler.update(batch, [7, 7])
+    waiting = add(scheduler, 2, second)
+    scheduler.pause({0})
+    assert second.slot is None, "another sequence of the first adapter runs"
     scheduler.pause({1})
-    add(scheduler, 3, first)
-    assert first.slot is None, "a paused sequence keeps its adapter's slot"
-    scheduler.abort({1})
-    assert (first.slot, second.slot) == (0, None)
-    assert run_step(scheduler) == [3]
+    assert (first.slot, second.slot) == (None, 0)
+    assert [seq.row for seq in paused] == [None, None]
+    scheduler.resume({0})
+    assert first.slot is None
+    scheduler.pause({2})
+    assert (first.slot, second.slot, waiting.row) == (0, None, None)
+    scheduler.abort({1, 2})
+    assert run_step(scheduler) == [0]
+    assert scheduler.is_finished()
+    assert not first.users
+    assert not second.users
 
 
 def test_a_preempted_sequence_keeps_its_slot() -> None:

@@ -339,6 +339,9 @@ def test_what_a_call_cannot_have_is_refused(llm: LLM, base: Path, requests: list
             plain.generate([[1]], GREEDY, use_tqdm=False, lora_request=requests[1])
         with pytest.raises(ConfigError, match="this LLM was made without enable_lora=True; give that"):
             plain.add_lora(requests[1])
+    with pytest.raises(RequestError, match="lora_request=None is a NoneType; use LoRARequest"):
+        llm.add_lora(None)  # type: ignore[arg-type]
+    assert LoRARequest("n", 1, "folder/") == LoRARequest("n", 1, "folder")
     with pytest.raises(ConfigError, match="enable_lora=True with distributed_executor_backend='external_launcher' is"):
         LLM(base, enable_lora=True, distributed_executor_backend="external_launcher", **OPTIONS)
 
