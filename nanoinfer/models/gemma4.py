@@ -36,8 +36,8 @@ from nanoinfer.ops.kv_cache.spec import qkv_norm_rope_store
 from nanoinfer.ops.norms.spec import rms_norm
 from nanoinfer.ops.routing.spec import route
 
-EVERY_RANK = TensorParallel()  # of what no rank has a share of: each has and computes all
-LAYER_SHARE = 2**-0.5  # of a layer's input: of the sum of its two parts
+EVERY_RANK = TensorParallel()  # for small products that are not split: each rank computes them whole
+LAYER_SHARE = 2**-0.5  # a layer's input is the sum of its two parts, times this
 
 # --- config.json ---
 
