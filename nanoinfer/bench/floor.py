@@ -99,10 +99,9 @@ def compute_floor(
 
     In a layer with a window, a token attends to at most a window of tokens; a decode step reads for each sequence at
     most a window of those that it shares with no other. A layer that attends to the keys and values of another reads
-    them once more. A layer of linear attention reads and writes its states, in
-    float32, once for each sequence of a decode step; for each token and value head, a matrix of keys by values is
-    multiplied by a vector twice and gets a product of two added, 6 FLOPs for each of its values. Its convolution counts
-    as nothing.
+    them once more. A layer of linear attention reads and writes its states, in float32, once for each sequence of a
+    decode step; for each token and value head, a matrix of keys by values is multiplied by a vector twice and gets a
+    product of two added, 6 FLOPs for each of its values. Its convolution counts as nothing.
 
     Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits are read as
     4.25 bits, with their scales, and multiplied at the rate for 16. What has 16 bits beside them counts so: routers,

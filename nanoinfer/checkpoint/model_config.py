@@ -74,7 +74,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Describes an embedding of the tokens for each layer, beside that which goes through all of them."""
+    """Describes the embeddings that each layer has of its own, beside the one that goes through all layers."""
 
     vocab_size: int
     size: int  # of a layer's embedding

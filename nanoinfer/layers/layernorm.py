@@ -84,7 +84,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class WideRMSNorm(RMSNorm):
-    """Normalises as RMSNorm, with the product in float32, and so is the weight (Gemma 4)."""
+    """Normalises as RMSNorm, with the weight, and the product with it, in float32 (Gemma 4)."""
 
     weight_dtype = torch.float32
 

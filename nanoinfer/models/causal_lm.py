@@ -28,7 +28,10 @@ BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoint
 
 
 def of_all_experts(kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return how names of tensors end that have all experts -> how ours do. kinds: what follows "_proj" in both."""
+    """Return how names end in the checkpoint -> in ours, of tensors that hold all experts.
+
+    kinds: what follows "_proj" in the checkpoint -> what follows "_proj." in ours.
+    """
     return {
         f"experts.{name}_proj{theirs}": f"experts.{name}_proj.{ours}"
         for name in ("gate_up", "down")

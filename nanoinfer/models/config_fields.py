@@ -142,7 +142,7 @@ def _rope_config(fields: Fields, part: Fields, base: str) -> RopeConfig:
 
 
 def is_proportional(part: Fields) -> bool:
-    """Return whether a set of RoPE parameters rotates a share of the pairs of a whole head, and no other does."""
+    """Return whether a set of RoPE parameters is of the type that leaves the last pairs of a head unrotated."""
     return bool(part.get("rope_type") == "proportional")
 
 

@@ -36,8 +36,8 @@ from nanoinfer.ops.kv_cache.spec import qkv_norm_rope_store
 from nanoinfer.ops.norms.spec import rms_norm
 from nanoinfer.ops.routing.spec import route
 
-EVERY_RANK = TensorParallel()  # of what no rank has a share of: each has and computes all
-LAYER_SHARE = 2**-0.5  # of a layer's input: of the sum of its two parts
+EVERY_RANK = TensorParallel()  # for small products that are not split: each rank computes them whole
+LAYER_SHARE = 2**-0.5  # a layer's input is the sum of its two parts, times this
 
 # --- config.json ---
 
@@ -61,6 +61,7 @@ def read_layers(fields: Fields) -> tuple[LayerConfig, ...]:
     if not {*windows} <= {*owning}:
         raise fields.error("num_kv_shared_layers", "a layer with each window must come before those that share")
     wide = 2 if fields.flag("use_double_wide_mlp") else 1
+    is_by_type = fields.get("per_layer_config") is None  # an empty one says that all layers are alike
     by_number = fields.part("per_layer_config")
     if not all(str(number).isdecimal() for number in by_number.values):
         raise fields.error("per_layer_config", "it must have the numbers of layers as its keys")
@@ -73,7 +74,7 @@ def read_layers(fields: Fields) -> tuple[LayerConfig, ...]:
             sizes = {name: own.int(name, size) for name, size in sizes.items()}
             if others := {*own.values} - {*sizes}:
                 raise by_number.error(numbers[index], f"it can have {' and '.join(sizes)} alone, and has {min(others)}")
-        elif not numbers and window is None:
+        elif is_by_type and window is None:
             num_global = fields.optional_int("num_global_key_value_heads") if has_keys_as_values else None
             sizes = {"num_key_value_heads": num_global or num_kv_heads, "head_dim": fields.int("global_head_dim")}
         shares = index >= len(owning)

@@ -63,6 +63,19 @@ def test_layers_of_two_shapes_are_counted_each_by_its_own_heads_and_shared_cache
     assert floor.decode_kv_seconds == 2 * 3 * 4 * 2 + 2 * 6 * 8 * 2
 
 
+def test_a_token_of_latent_attention_has_one_vector_for_all_heads() -> None:
+    sizes = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "first_k_dense_replace": 1}
+    sizes |= {"kv_lora_rank": 4, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 3}
+    config = read_native_config({"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": None, **sizes})
+    layers = 4 * 2 * (2 + 2) + 4 * (4 + 2) + 4 * 2 * (2 + 3) + 2 * 3 * 4 + 96  # q, kv_a, kv_b, o; the MLP
+    assert count_weights(config) == Weights(layers, LM_HEAD, 0, 256, 8)
+    floor = compute_floor(config, Workload(seed=0, prompts=[[1, 2]], max_tokens=[2]), UNIT_RATES)
+    # 3 pairs of positions, of 2 heads with 4 values of a key and 3 of a value, 2 FLOPs each
+    assert floor.prefill_seconds == 2 * layers * 2 + 2 * LM_HEAD + 3 * 2 * (4 + 3) * 2
+    assert floor.decode_kv_seconds == 3 * (4 + 2) * 2  # 3 tokens of a latent and a rotated part, 2 bytes each
+
+
 def test_what_samples_share_is_left_out_of_a_windows_reads() -> None:
     workload = Workload(0, [[1, 2, 3]], [3], num_samples=2)
     assert decode_steps(workload, 512, window=2) == [(2, 1 + 1), (2, 2 + 2)]

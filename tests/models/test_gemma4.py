@@ -214,6 +214,14 @@ def test_a_config_is_the_same_as_transformers_writes_it_out(name: str) -> None:
     assert read_native_config({**theirs, "architectures": [architecture]}) == config_of(name)
 
 
+def test_heads_that_are_all_alike_are_read_from_what_transformers_writes() -> None:
+    raw = {**PUBLISHED["12B"], "global_head_dim": 256, "num_global_key_value_heads": 8}
+    [architecture] = raw.pop("architectures")
+    theirs = getattr(transformers, architecture).config_class(**raw).to_dict()
+    config = read_native_config({**theirs, "architectures": [architecture]})
+    assert {(layer.num_key_value_heads, layer.head_dim) for layer in config.layers or ()} == {(8, 256)}
+
+
 @pytest.mark.parametrize(("name", "sizes"), [("12B", "1, 2, 4, 8"), ("26B-A4B", "1, 2, 4, 8"), ("E2B", "1, 2, 4, 8")])
 def test_ranks_divide_heads_of_both_sizes(name: str, sizes: str) -> None:
     config = config_of(name)

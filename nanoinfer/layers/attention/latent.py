@@ -18,7 +18,7 @@ from nanoinfer.ops.prefill_attention.spec import causal_attention
 
 MAX_SIZES = {"latent_size": 512, "rotary_size": 64, "plain_size": 256, "value_size": 256}  # of our kernels
 MAX_ABSORBED = 2**26  # numbers of absorbed queries, and of their sums
-# Makes what heads have of latents, (num_tokens, latent_size): (num_tokens, num_heads, plain_size + value_size).
+# Expands latents, (num_tokens, latent_size), to keys and values: (num_tokens, num_heads, plain_size + value_size).
 Expand = Callable[[Tensor], Tensor]
 
 
@@ -107,11 +107,15 @@ def select_latent_backend(backends: AttentionBackends, spec: LatentAttentionSpec
     if backends.in_8_bits:
         raise ConfigError(
             "kv_cache_dtype asks for a KV cache in 8 bits, and latent attention keeps one vector of "
-            f"{spec.sizes.vector_size} numbers for all heads of a token in 16 bits alone; leave kv_cache_dtype out"
+            f"{spec.sizes.vector_size} numbers for all heads of a token in 16 bits alone; leave kv_cache_dtype "
+            "out, or use model_impl='transformers', which keeps keys and values"
         )
     name = backends.requested
     if name == "flash_attn":
-        raise ConfigError("attention_backend='flash_attn' has no latent attention; leave attention_backend out")
+        raise ConfigError(
+            "attention_backend='flash_attn' has no latent attention; leave attention_backend out, or use "
+            "model_impl='transformers'"
+        )
     obstacle = backends.obstacle_of_device("triton") or _obstacle_of_sizes(spec.sizes)
     if name == "torch" or (name == "auto" and obstacle is not None):
         return TorchLatentBackend(spec)

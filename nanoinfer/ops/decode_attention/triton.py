@@ -136,7 +136,7 @@ def _plan_kernel(
 
 
 @triton.jit
-def _share_of(num_tiles, share, num_shares):
+def share_of(num_tiles, share, num_shares):
     """Return a program's first tile, and the one after its last."""
     num_used = tl.maximum(tl.minimum(num_shares, num_tiles), 1)  # there may be no sharers, and so no tiles
     first = tl.minimum(share, num_used) * num_tiles // num_used
@@ -145,7 +145,7 @@ def _share_of(num_tiles, share, num_shares):
 
 
 @triton.jit
-def _visible_tokens(token, token_of_query, num_visible, flags, num_tokens: tl.constexpr, WINDOWED: tl.constexpr):
+def visible_tokens(token, token_of_query, num_visible, flags, num_tokens: tl.constexpr, WINDOWED: tl.constexpr):
     """Return which tokens of a tile the row attends to, (TILE,), and each of its queries, (QUERIES or 1, TILE).
 
     num_visible: tokens from the tile's first one to the row's first query token. Each later query token attends to one
@@ -236,7 +236,7 @@ def _score(q, k, k_scales, visible, scale_log2, dtype: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
-def _attend(state, scores, v, v_scales, dtype: tl.constexpr, byte_dtype: tl.constexpr, ASM: tl.constexpr):
+def attend_to_tile(state, scores, v, v_scales, dtype: tl.constexpr, byte_dtype: tl.constexpr, ASM: tl.constexpr):
     """Add a tile's values to each query's sums, weighted by the exponentials of its scores, (QUERIES, TILE).
 
     If there are scales, v has 8-bit values as words of four dimensions, and each of the four has sums of its own.
@@ -263,7 +263,7 @@ def _attend(state, scores, v, v_scales, dtype: tl.constexpr, byte_dtype: tl.cons
 
 
 @triton.jit
-def _finish(state):
+def results_of(state):
     """Return the results of all queries, (QUERIES, HEAD_DIM), and their log-sum-exp, to base 2."""
     maximum, total, sums = state
     acc = sums[0] if len(sums) == 1 else interleaved(sums[0], sums[1], sums[2], sums[3])
@@ -271,7 +271,7 @@ def _finish(state):
 
 
 @triton.jit
-def _add(result, lse, other, other_lse):
+def add_results(result, lse, other, other_lse):
     """Combine two results of the same queries by their log-sum-exp."""
     higher = tl.maximum(lse, other_lse)
     weight, other_weight = tl.exp2(lse - higher), tl.exp2(other_lse - higher)
@@ -281,7 +281,7 @@ def _add(result, lse, other, other_lse):
 
 
 @triton.jit
-def _reset(state, is_done):
+def reset_where(state, is_done):
     """Begin anew after a row. Multiplying by 0 would carry over the NaN of a row whose values are NaN."""
     maximum, total, sums = state
     maximum, total = tl.where(is_done, float("-inf"), maximum), tl.where(is_done, 0.0, total)
@@ -336,7 +336,7 @@ def _paged_decode_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    first, last = _share_of(num_tiles, share, num_shares)
+    first, last = share_of(num_tiles, share, num_shares)
 
     query = tl.arange(0, QUERIES)
     dim = tl.arange(0, HEAD_DIM)
@@ -370,7 +370,7 @@ def _paged_decode_kernel(
         block = (slot // block_size).to(tl.int64)
         start = (block * num_kv_heads + kv_head) * block_size + slot % block_size
         if num_sharers_ptr is None:
-            is_read, visible = _visible_tokens(token, query // group_size, num_visible, flags, num_tokens, WINDOWED)
+            is_read, visible = visible_tokens(token, query // group_size, num_visible, flags, num_tokens, WINDOWED)
         else:  # shared blocks are full
             is_read = tl.full((TILE,), True, tl.int1)
             visible = is_read[None, :]
@@ -381,11 +381,11 @@ def _paged_decode_kernel(
             k_scales = tl.load(k_scales_ptr + start + token, mask=is_read, other=0.0)
             v_scales = tl.load(v_scales_ptr + start + token, mask=is_read, other=0.0)
         scores = _score(q, k, k_scales, visible, scale_log2, dtype, ASM, SOFT_CAP)
-        state = _attend(state, scores, v, v_scales, dtype, k.dtype, ASM)
+        state = attend_to_tile(state, scores, v, v_scales, dtype, k.dtype, ASM)
 
         if ends_row | (tile == last - 1):
             begins_here = tl.load(row_starts_ptr + row) >= first
-            result, lse = _finish(state)
+            result, lse = results_of(state)
             first_line = row.to(tl.int64) * (num_tokens * num_kv_heads * group_size)
             if num_sharers_ptr is not None:
                 is_query = query < tl.load(num_sharers_ptr + row) * (num_tokens * group_size)
@@ -396,12 +396,12 @@ def _paged_decode_kernel(
                 prefix_ptrs = prefix_out_ptr + first_line * head_dim + line_offsets
                 prefix = tl.load(prefix_ptrs, mask=has_prefix[:, None] & is_dim, other=0.0)
                 prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
-                result, lse = _add(result, lse, prefix, prefix_lse)
+                result, lse = add_results(result, lse, prefix, prefix_lse)
             if sinks_ptr is not None:  # what has a log-sum-exp and no value; it counts once, too
                 head = kv_head * group_size + query % group_size
                 sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
                 sink = tl.where(begins_here, sink, float("-inf"))
-                result, lse = _add(result, lse, tl.zeros_like(result), sink)
+                result, lse = add_results(result, lse, tl.zeros_like(result), sink)
             if ends_row & begins_here:
                 out_ptrs = out_ptr + first_line * head_dim + line_offsets
                 tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
@@ -412,11 +412,11 @@ def _paged_decode_kernel(
                 partial_offsets = (partial + query[:, None]) * head_dim + dim[None, :]
                 tl.store(partials_ptr + partial_offsets, result, mask=mask)
                 tl.store(lse_ptr + partial + query, lse, mask=is_query)
-        state = _reset(state, ends_row)
+        state = reset_where(state, ends_row)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
-def _combine_kernel(
+def combine_kernel(
     tiles_ptr,
     row_starts_ptr,
     num_sharers_ptr,
@@ -693,7 +693,7 @@ def _launch(
         return
     # One token's queries are so few that each has a program.
     queries = 1 if num_sharers is None and num_tokens == 1 else math.gcd(4, num_queries)
-    _combine_kernel[(num_kv_heads * num_queries // queries, num_shares - 1)](
+    combine_kernel[(num_kv_heads * num_queries // queries, num_shares - 1)](
         tiles,
         row_starts,
         num_sharers,

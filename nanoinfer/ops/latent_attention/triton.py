@@ -29,13 +29,13 @@ from nanoinfer.ops.decode_attention.triton import (
     MIN_QUERIES,
     SMALL_TILE,
     PrefixResult,
-    _add,
-    _attend,
-    _combine_kernel,
-    _finish,
-    _reset,
-    _share_of,
-    _visible_tokens,
+    add_results,
+    attend_to_tile,
+    combine_kernel,
+    reset_where,
+    results_of,
+    share_of,
+    visible_tokens,
 )
 from nanoinfer.ops.norms.triton import normalised
 from nanoinfer.ops.prefill_attention.triton import TILE_ROWS, plan_prefill
@@ -188,7 +188,7 @@ def _latent_decode_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    first, last = _share_of(num_tiles, share, num_shares)
+    first, last = share_of(num_tiles, share, num_shares)
 
     num_heads: tl.constexpr = num_parts * group_size
     vector_size: tl.constexpr = latent_size + rotary_size
@@ -223,7 +223,7 @@ def _latent_decode_kernel(
         rotated_ptrs = rotated_ptr + first_token * rotated_token_stride + rotated_offsets
         rotated = tl.load(rotated_ptrs, mask=is_query[:, None] & is_rotary, other=0.0)
         if num_sharers_ptr is None:
-            is_read, visible = _visible_tokens(token, query // group_size, num_visible, flags, num_tokens, False)
+            is_read, visible = visible_tokens(token, query // group_size, num_visible, flags, num_tokens, False)
         else:  # shared blocks are full
             is_read = tl.full((TILE,), True, tl.int1)
             visible = is_read[None, :]
@@ -234,11 +234,11 @@ def _latent_decode_kernel(
         scores = tl.dot(rotated, tl.trans(keys), input_precision="ieee")
         scores = tl.dot(absorbed, tl.trans(latents), scores, input_precision="ieee")
         scores = tl.where(visible, scores * scale_log2, MASKED)
-        state = _attend(state, scores, latents, None, dtype, dtype, False)
+        state = attend_to_tile(state, scores, latents, None, dtype, dtype, False)
 
         if ends_row | (tile == last - 1):
             begins_here = tl.load(row_starts_ptr + row) >= first
-            result, lse = _finish(state)
+            result, lse = results_of(state)
             first_line = first_token * num_heads
             if num_sharers_ptr is not None:
                 is_query = query < tl.load(num_sharers_ptr + row) * (num_tokens * group_size)
@@ -249,7 +249,7 @@ def _latent_decode_kernel(
                 prefix_ptrs = prefix_out_ptr + first_line * latent_size + line_offsets
                 prefix = tl.load(prefix_ptrs, mask=has_prefix[:, None] & is_dim, other=0.0)
                 prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
-                result, lse = _add(result, lse, prefix, prefix_lse)
+                result, lse = add_results(result, lse, prefix, prefix_lse)
             if ends_row & begins_here:
                 out_ptrs = out_ptr + first_line * latent_size + line_offsets
                 tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
@@ -260,7 +260,7 @@ def _latent_decode_kernel(
                 partial_offsets = (partial + query[:, None]) * latent_size + dim[None, :]
                 tl.store(partials_ptr + partial_offsets, result, mask=mask)
                 tl.store(lse_ptr + partial + query, lse, mask=is_query)
-        state = _reset(state, ends_row)
+        state = reset_where(state, ends_row)
 
 
 def paged_latent_attention(absorbed, rotated, cache, plan, scale, prefix=None):
@@ -363,7 +363,7 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
         return
     # One token's queries are so few that each has a program.
     queries = 1 if num_sharers is None and num_tokens == 1 else math.gcd(4, num_queries)
-    _combine_kernel[(num_parts * num_queries // queries, num_shares - 1)](
+    combine_kernel[(num_parts * num_queries // queries, num_shares - 1)](
         tiles,
         row_starts,
         num_sharers,

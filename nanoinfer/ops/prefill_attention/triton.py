@@ -29,7 +29,8 @@ from nanoinfer.ops.decode_attention.triton import LIFT, LOG2_E, MASKED, padded_h
 from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ROWS = 128  # queries of a tile: tokens x heads of a group
-# The same of heads of more than 256, whose sums would not fit into registers, and with less shared memory queries.
+# The same for heads of more than 256: the sums of more queries would not fit into registers. The second: where a
+# program has less shared memory, which holds the queries.
 WIDE_TILE_ROWS, SMALL_WIDE_TILE_ROWS = 64, 32
 
 

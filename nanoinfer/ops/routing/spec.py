@@ -88,7 +88,8 @@ def route_in_groups_by_softmax(
 def _in_best_groups(groups: Tensor, of_groups: Tensor, num_chosen: int) -> Tensor:
     """Return the scores of experts, (num_tokens, num_experts), with -inf outside the groups that score best.
 
-    groups: the scores, (num_tokens, num_groups, experts of a group). of_groups: those of groups.
+    groups: the scores, (num_tokens, num_groups, experts of a group). of_groups: what each group scores, (num_tokens,
+    num_groups).
     """
     chosen = torch.sort(of_groups, dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, chosen, True)
