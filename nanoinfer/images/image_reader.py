@@ -22,6 +22,7 @@ from nanoinfer.text.prompts import find_bad_texts
 from nanoinfer.text.tokenizer import Tokenizer
 
 MOST_WORKERS = 16
+GRID = "image_grid_thw"  # an input of models that find images by their tokens, each run of which is one
 _thread_counts = threading.Lock()  # guards PyTorch's number of threads while a thread sets its own
 
 
@@ -146,10 +147,19 @@ class ImageReader:
         places = [place for place, token_id in enumerate(ids) if token_id == image_token_id]
         if len(places) != sum(sum(one.picture.runs) for one in loaded):
             raise RequestError("the tokenizer does not keep the tokens of images; use the model's own", "invalid_image")
-        images, num_before = [], 0
+        images: list[ProcessedImage] = []
+        num_before = 0
         for key, picture in loaded:
             num_tokens = sum(picture.runs)
             start, last = places[num_before], places[num_before + num_tokens - 1]
+            is_apart = not images or start > places[num_before - 1] + 1
+            if GRID in picture.tensors and not (is_apart and last + 1 - start == num_tokens):
+                raise RequestError(
+                    f"the tokens of image {len(images)} are not together, or nothing is between it and the one before, "
+                    "so the model could not tell which are whose; write the model's tokens for begin and end around "
+                    "each image, or a text between them",
+                    "invalid_image",
+                )
             images.append(ProcessedImage(start, last + 1 - start, picture.tensors, key))
             num_before += num_tokens
         return ProcessedPrompt(ids, images, image_token_id)

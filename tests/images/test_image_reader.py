@@ -434,6 +434,23 @@ def test_threads_that_process_images_compute_alone_and_leave_the_number_of_other
     assert torch.get_num_threads() == before
 
 
+def test_images_that_a_model_could_not_tell_apart_are_refused(reader_of: Callable[..., ImageReader]) -> None:
+    pictures = [picture(60, 40), picture(60, 40, 1)]
+    reader = reader_of("qwen3_vl")
+    place, image_token_id = reader.image_texts.placeholder, reader._processor.image_token_id
+    apart = reader.process(ImagePrompt(f"a{place}b{place}", {"image": pictures}), False)
+    check_spans(apart)
+    with pytest.raises(RequestError, match="the tokens of image 1 are not together, or nothing is between"):
+        reader.process(ImagePrompt(f"a{place}{place}", {"image": pictures}))
+    cut = [*apart.token_ids[:2], 5, *apart.token_ids[2:]]  # within the first image
+    assert cut[1] == cut[3] == image_token_id
+    with pytest.raises(RequestError, match="the tokens of image 0 are not together"):
+        reader.process(ImagePrompt(cut, {"image": pictures}))
+    reader = reader_of("llava")
+    place = reader.image_texts.placeholder
+    assert len(reader.process(ImagePrompt(f"a{place}{place}", {"image": pictures})).images) == 2
+
+
 # --- Options ---
 
 
