@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoinfer.config import EngineConfig, as_processor_kwargs
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, closed_error
 from nanoinfer.images.picture_store import PictureStore
 from nanoinfer.images.processed import ProcessedImage, ProcessedPrompt
 from nanoinfer.images.processor import ImageProcessor, ProcessedPicture
@@ -82,6 +82,11 @@ class ImageReader:
     def has_room(self, num_images: int) -> bool:
         return self.store.has_room(num_images)
 
+    def close(self) -> None:
+        """Keep no pictures any more; the threads end with what they have begun. Closing twice is fine."""
+        self._threads.shutdown(wait=False)
+        self.store.close()
+
     def process(self, given: ImagePrompt, add_special_tokens: bool = True) -> ProcessedPrompt:
         """Return a prompt with its images processed. Raises RequestError for a wrong one."""
         return self._finish(given, self._begin(given), add_special_tokens)
@@ -111,7 +116,10 @@ class ImageReader:
             )
         options = as_processor_kwargs(given.processor_kwargs, RequestError) or {}
         self._processor.check_options(options)
-        return [self._threads.submit(self._load, source, {**self._options, **options}) for source in images]
+        try:
+            return [self._threads.submit(self._load, source, {**self._options, **options}) for source in images]
+        except RuntimeError:  # they end, as another thread has closed this
+            raise closed_error(None) from None
 
     def _load(self, source: Any, options: Mapping[str, Any]) -> KeyedPicture:
         """Return a picture, processed now or before. Raises RequestError for a wrong one."""

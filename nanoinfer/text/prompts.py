@@ -85,6 +85,9 @@ class ImageReader(Protocol):
     def has_room(self, num_images: int) -> bool:
         """Return whether host memory is meant to hold so many more images."""
 
+    def close(self) -> None:
+        """Let go of the threads, and of the memory of images that are kept."""
+
 
 class PromptProcessor:
     """Turns prompts into token ids, and checks that the model can serve them.

@@ -15,7 +15,7 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.preparer import ImagePortions
-from nanoinfer.errors import ConfigError, ModelError, RequestError
+from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, RequestError
 from nanoinfer.images import picture_store
 from nanoinfer.images.image_reader import ImageReader, use_one_core
 from nanoinfer.images.picture_store import PictureStore
@@ -449,6 +449,28 @@ def test_images_that_a_model_could_not_tell_apart_are_refused(reader_of: Callabl
     reader = reader_of("llava")
     place = reader.image_texts.placeholder
     assert len(reader.process(ImagePrompt(f"a{place}{place}", {"image": pictures})).images) == 2
+
+
+def test_a_closed_reader_keeps_neither_pictures_nor_threads(tmp_path: Path) -> None:
+    folder = write_processor(tmp_path, "llava")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    processor = ImageProcessor(folder, tokenizer.hf, tokenizer.lock)
+    reader = ImageReader(processor, tokenizer, None, EngineConfig(model="m", limit_mm_per_prompt={"image": 1}))
+    prompt = ImagePrompt("a<image>", {"image": picture(60, 40)})
+    reader.process(prompt)
+    assert reader.store.num_bytes > 0
+    threads = [*reader._threads._threads]
+    assert threads
+    reader.close()
+    reader.close()
+    gc.collect()
+    assert reader.store.num_bytes == 0
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    with pytest.raises(EngineClosedError):
+        reader.process(prompt)
 
 
 # --- Options ---
