@@ -331,7 +331,10 @@ class PromptProcessor:
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
         if isinstance(token_ids, ImagePrompt):
-            remedy = "give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees images; else leave them out"
+            remedy = (
+                "give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees images, and use generate or chat; "
+                "else leave them out"
+            )
             if self.image_reader is not None:
                 remedy = "use generate or chat, which read them"
             raise RequestError(f"{which} has images, which are not read here; {remedy}", "not_a_prompt")

@@ -223,6 +223,13 @@ def test_a_size_that_the_processor_refuses_is_an_error_with_its_reason(reader_of
         reader_of("qwen3_vl").process(prompt)
 
 
+def test_options_that_the_processor_refuses_are_named(reader_of: Callable[..., ImageReader]) -> None:
+    reader = reader_of("llava")
+    prompt = ImagePrompt("<image>", {"image": picture(60, 40)}, processor_kwargs={"size": {"depth": 3}})
+    with pytest.raises(RequestError, match=r"; crop .* or mend mm_processor_kwargs=\{'size': \{'depth': 3\}\}$"):
+        reader.process(prompt)
+
+
 @pytest.mark.parametrize("part", [{"type": "video", "video": "a"}, {"type": "input_audio", "input_audio": {}}])
 def test_parts_of_video_and_sound_are_refused_by_name(part: Any, reader_of: Callable[..., ImageReader]) -> None:
     with pytest.raises(RequestError, match=r"has a part with (video|sound), which is not read; leave it out"):
