@@ -13,7 +13,7 @@ from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import CompletionOutput, RequestOutput, shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model
 from nanoinfer.text.arguments import Errors, Prompt, report, results_by_prompt
-from nanoinfer.text.image_parts import ImagePrompt, ImageTexts
+from nanoinfer.text.image_parts import IMAGE_PROMPT_FIELDS, ImagePrompt, ImageTexts
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 LIST_HEADER = 5  # bytes that marshal writes before the items of a list
@@ -341,7 +341,10 @@ class PromptProcessor:
         if not isinstance(token_ids, list):
             kind, keys = type(token_ids).__name__, [*token_ids] if isinstance(token_ids, Mapping) else []
             if len(keys) > 1 and (own := next((key for key in ("prompt_token_ids", "prompt") if key in keys), None)):
-                others = ", ".join(repr(key) for key in keys if key != own)
+                rest = [key for key in keys if key != own]
+                if "multi_modal_data" in rest:  # that may stand beside a prompt; what else there is is wrong
+                    rest = [key for key in rest if key not in IMAGE_PROMPT_FIELDS[2:]] or rest
+                others = ", ".join(map(repr, rest))
                 raise RequestError(
                     f"{which} has {others} beside {own!r}, which is a whole prompt; leave {others} out", "not_a_prompt"
                 )
