@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoinfer.config import EngineConfig, as_processor_kwargs
-from nanoinfer.errors import RequestError, closed_error
+from nanoinfer.errors import ConfigError, RequestError, closed_error
 from nanoinfer.images.picture_store import PictureStore
 from nanoinfer.images.processed import ProcessedImage, ProcessedPrompt
 from nanoinfer.images.processor import ImageProcessor, ProcessedPicture
@@ -46,7 +46,10 @@ class ImageReader:
         self._processor, self._tokenizer, self._dtype = processor, tokenizer, to_dtype
         self._limit = (config.limit_mm_per_prompt or {}).get("image", 0)
         self._options = config.mm_processor_kwargs or {}
-        processor.check_options(self._options)
+        try:
+            processor.check_options(self._options)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
         self._rules = as_rules(config.allowed_media_domains, config.allowed_local_media_path)
         self.store = PictureStore(int(config.mm_processor_cache_gb * 2**30))
         self.num_workers = config.renderer_num_workers or default_workers()

@@ -223,6 +223,15 @@ def test_a_size_that_the_processor_refuses_is_an_error_with_its_reason(reader_of
         reader_of("qwen3_vl").process(prompt)
 
 
+def test_an_option_of_llm_that_the_processor_does_not_know_is_an_error_of_the_config(
+    reader_of: Callable[..., ImageReader],
+) -> None:
+    reader = reader_of("llava")
+    config = EngineConfig(model="m", limit_mm_per_prompt={"image": 1}, mm_processor_kwargs={"sise": 3})
+    with pytest.raises(ConfigError, match=r"mm_processor_kwargs has 'sise', which .* does not know; known are .*size"):
+        ImageReader(reader._processor, reader._tokenizer, None, config)
+
+
 def test_options_that_the_processor_refuses_are_named(reader_of: Callable[..., ImageReader]) -> None:
     reader = reader_of("llava")
     prompt = ImagePrompt("<image>", {"image": picture(60, 40)}, processor_kwargs={"size": {"depth": 3}})
