@@ -348,6 +348,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
         """Free the model and the cache; closing twice is fine."""
         with self.queue.lock:
             self.engine.close()
+            self.preparer.close()
             if self._write_trace is not None:
                 self._write_trace()
 

@@ -313,6 +313,11 @@ class Preparer:
             )
         return self.adapters_of(lora_request, count)
 
+    def close(self) -> None:
+        """Let go of what images take: threads, and memory of the host."""
+        if self.prompt_processor.image_reader is not None:
+            self.prompt_processor.image_reader.close()
+
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
         """Compile what these ask for, so that `prepare` finds it. Raises RequestError where that cannot be done."""
         self._constraints.compile(params)

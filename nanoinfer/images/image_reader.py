@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoinfer.config import EngineConfig, as_processor_kwargs
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import ConfigError, RequestError, closed_error
 from nanoinfer.images.picture_store import PictureStore
 from nanoinfer.images.processed import ProcessedImage, ProcessedPrompt
 from nanoinfer.images.processor import ImageProcessor, ProcessedPicture
@@ -22,6 +22,7 @@ from nanoinfer.text.prompts import find_bad_texts
 from nanoinfer.text.tokenizer import Tokenizer
 
 MOST_WORKERS = 16
+GRID = "image_grid_thw"  # an input of models that find images by their tokens, each run of which is one
 _thread_counts = threading.Lock()  # guards PyTorch's number of threads while a thread sets its own
 
 
@@ -45,7 +46,10 @@ class ImageReader:
         self._processor, self._tokenizer, self._dtype = processor, tokenizer, to_dtype
         self._limit = (config.limit_mm_per_prompt or {}).get("image", 0)
         self._options = config.mm_processor_kwargs or {}
-        processor.check_options(self._options)
+        try:
+            processor.check_options(self._options)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
         self._rules = as_rules(config.allowed_media_domains, config.allowed_local_media_path)
         self.store = PictureStore(int(config.mm_processor_cache_gb * 2**30))
         self.num_workers = config.renderer_num_workers or default_workers()
@@ -81,6 +85,11 @@ class ImageReader:
     def has_room(self, num_images: int) -> bool:
         return self.store.has_room(num_images)
 
+    def close(self) -> None:
+        """Keep no pictures any more; the threads end with what they have begun. Closing twice is fine."""
+        self._threads.shutdown(wait=False)
+        self.store.close()
+
     def process(self, given: ImagePrompt, add_special_tokens: bool = True) -> ProcessedPrompt:
         """Return a prompt with its images processed. Raises RequestError for a wrong one."""
         return self._finish(given, self._begin(given), add_special_tokens)
@@ -110,7 +119,10 @@ class ImageReader:
             )
         options = as_processor_kwargs(given.processor_kwargs, RequestError) or {}
         self._processor.check_options(options)
-        return [self._threads.submit(self._load, source, {**self._options, **options}) for source in images]
+        try:
+            return [self._threads.submit(self._load, source, {**self._options, **options}) for source in images]
+        except RuntimeError:  # they end, as another thread has closed this
+            raise closed_error(None) from None
 
     def _load(self, source: Any, options: Mapping[str, Any]) -> KeyedPicture:
         """Return a picture, processed now or before. Raises RequestError for a wrong one."""
@@ -146,10 +158,19 @@ class ImageReader:
         places = [place for place, token_id in enumerate(ids) if token_id == image_token_id]
         if len(places) != sum(sum(one.picture.runs) for one in loaded):
             raise RequestError("the tokenizer does not keep the tokens of images; use the model's own", "invalid_image")
-        images, num_before = [], 0
+        images: list[ProcessedImage] = []
+        num_before = 0
         for key, picture in loaded:
             num_tokens = sum(picture.runs)
             start, last = places[num_before], places[num_before + num_tokens - 1]
+            is_apart = not images or start > places[num_before - 1] + 1
+            if GRID in picture.tensors and not (is_apart and last + 1 - start == num_tokens):
+                raise RequestError(
+                    f"the tokens of image {len(images)} are not together, or nothing is between it and the one before, "
+                    "so the model could not tell which are whose; write the model's tokens for begin and end around "
+                    "each image, or a text between them",
+                    "invalid_image",
+                )
             images.append(ProcessedImage(start, last + 1 - start, picture.tensors, key))
             num_before += num_tokens
         return ProcessedPrompt(ids, images, image_token_id)

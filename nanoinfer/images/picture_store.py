@@ -65,6 +65,12 @@ class PictureStore:
                 self._evict(1)
             return self.num_bytes + expected <= self._max_alive
 
+    def close(self) -> None:
+        """Let go of all pictures, and keep none of those that are still made."""
+        with self._lock:
+            self._max_kept = 0
+            self._evict(self._kept_bytes)
+
     def _evict(self, num_bytes: int) -> None:
         """Let go of the pictures that were used longest ago, of so many bytes at least."""
         while num_bytes > 0 and self._kept:

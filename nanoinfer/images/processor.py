@@ -88,9 +88,13 @@ class ImageProcessor:
         except RequestError:
             raise
         except Exception as error:
+            remedy = (
+                f"crop it, change its size, or mend mm_processor_kwargs={dict(options)!r:.200}"
+                if options
+                else "crop it, or change its size"
+            )
             raise RequestError(
-                f"the image of {picture.width} x {picture.height} pixels cannot be processed ({error}); crop it, or "
-                "change its size",
+                f"the image of {picture.width} x {picture.height} pixels cannot be processed ({error}); {remedy}",
                 "invalid_image",
             ) from error
 

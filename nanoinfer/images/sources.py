@@ -64,6 +64,8 @@ def load_picture(source: Any, rules: MediaRules) -> Any:
         return _checked(lambda: _as_rgb(_loaded(source)), "the image")
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _decode(io.BytesIO(source), f"the image of {len(source)} bytes")
+    if isinstance(source, str) and not source:
+        raise _invalid("the image is an empty text; give a path, or a URL")
     if isinstance(source, str) and "://" not in source[:10] and not source.startswith(("data:", "file:")):
         source = Path(source)
     if isinstance(source, os.PathLike):

@@ -13,7 +13,7 @@ from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import CompletionOutput, RequestOutput, shown
 from nanoinfer.sampling_params import LOGPROBS, SamplingParams, check_against_model
 from nanoinfer.text.arguments import Errors, Prompt, report, results_by_prompt
-from nanoinfer.text.image_parts import ImagePrompt, ImageTexts
+from nanoinfer.text.image_parts import IMAGE_PROMPT_FIELDS, ImagePrompt, ImageTexts
 from nanoinfer.text.tokenizer import Tokenizer, keep_last
 
 LIST_HEADER = 5  # bytes that marshal writes before the items of a list
@@ -84,6 +84,9 @@ class ImageReader(Protocol):
 
     def has_room(self, num_images: int) -> bool:
         """Return whether host memory is meant to hold so many more images."""
+
+    def close(self) -> None:
+        """Let go of the threads, and of the memory of images that are kept."""
 
 
 class PromptProcessor:
@@ -328,14 +331,20 @@ class PromptProcessor:
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
         if isinstance(token_ids, ImagePrompt):
-            remedy = "give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees images; else leave them out"
+            remedy = (
+                "give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees images, and use generate or chat; "
+                "else leave them out"
+            )
             if self.image_reader is not None:
                 remedy = "use generate or chat, which read them"
             raise RequestError(f"{which} has images, which are not read here; {remedy}", "not_a_prompt")
         if not isinstance(token_ids, list):
             kind, keys = type(token_ids).__name__, [*token_ids] if isinstance(token_ids, Mapping) else []
             if len(keys) > 1 and (own := next((key for key in ("prompt_token_ids", "prompt") if key in keys), None)):
-                others = ", ".join(repr(key) for key in keys if key != own)
+                rest = [key for key in keys if key != own]
+                if "multi_modal_data" in rest:  # that may stand beside a prompt; what else there is is wrong
+                    rest = [key for key in rest if key not in IMAGE_PROMPT_FIELDS[2:]] or rest
+                others = ", ".join(map(repr, rest))
                 raise RequestError(
                     f"{which} has {others} beside {own!r}, which is a whole prompt; leave {others} out", "not_a_prompt"
                 )

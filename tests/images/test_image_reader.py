@@ -15,7 +15,7 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.preparer import ImagePortions
-from nanoinfer.errors import ConfigError, ModelError, RequestError
+from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, RequestError
 from nanoinfer.images import picture_store
 from nanoinfer.images.image_reader import ImageReader, use_one_core
 from nanoinfer.images.picture_store import PictureStore
@@ -221,6 +221,22 @@ def test_a_size_that_the_processor_refuses_is_an_error_with_its_reason(reader_of
     prompt = as_prompt({"prompt": "<|image_pad|>", "multi_modal_data": {"image": picture(1000, 2)}})
     with pytest.raises(RequestError, match=r"image 0: the image of 1000 x 2 pixels cannot be processed .*200.*; crop"):
         reader_of("qwen3_vl").process(prompt)
+
+
+def test_an_option_of_llm_that_the_processor_does_not_know_is_an_error_of_the_config(
+    reader_of: Callable[..., ImageReader],
+) -> None:
+    reader = reader_of("llava")
+    config = EngineConfig(model="m", limit_mm_per_prompt={"image": 1}, mm_processor_kwargs={"sise": 3})
+    with pytest.raises(ConfigError, match=r"mm_processor_kwargs has 'sise', which .* does not know; known are .*size"):
+        ImageReader(reader._processor, reader._tokenizer, None, config)
+
+
+def test_options_that_the_processor_refuses_are_named(reader_of: Callable[..., ImageReader]) -> None:
+    reader = reader_of("llava")
+    prompt = ImagePrompt("<image>", {"image": picture(60, 40)}, processor_kwargs={"size": {"depth": 3}})
+    with pytest.raises(RequestError, match=r"; crop .* or mend mm_processor_kwargs=\{'size': \{'depth': 3\}\}$"):
+        reader.process(prompt)
 
 
 @pytest.mark.parametrize("part", [{"type": "video", "video": "a"}, {"type": "input_audio", "input_audio": {}}])
@@ -432,6 +448,45 @@ def test_threads_that_process_images_compute_alone_and_leave_the_number_of_other
     with ThreadPoolExecutor(1) as others:
         assert others.submit(torch.get_num_threads).result() == before
     assert torch.get_num_threads() == before
+
+
+def test_images_that_a_model_could_not_tell_apart_are_refused(reader_of: Callable[..., ImageReader]) -> None:
+    pictures = [picture(60, 40), picture(60, 40, 1)]
+    reader = reader_of("qwen3_vl")
+    place, image_token_id = reader.image_texts.placeholder, reader._processor.image_token_id
+    apart = reader.process(ImagePrompt(f"a{place}b{place}", {"image": pictures}), False)
+    check_spans(apart)
+    with pytest.raises(RequestError, match="the tokens of image 1 are not together, or nothing is between"):
+        reader.process(ImagePrompt(f"a{place}{place}", {"image": pictures}))
+    cut = [*apart.token_ids[:2], 5, *apart.token_ids[2:]]  # within the first image
+    assert cut[1] == cut[3] == image_token_id
+    with pytest.raises(RequestError, match="the tokens of image 0 are not together"):
+        reader.process(ImagePrompt(cut, {"image": pictures}))
+    reader = reader_of("llava")
+    place = reader.image_texts.placeholder
+    assert len(reader.process(ImagePrompt(f"a{place}{place}", {"image": pictures})).images) == 2
+
+
+def test_a_closed_reader_keeps_neither_pictures_nor_threads(tmp_path: Path) -> None:
+    folder = write_processor(tmp_path, "llava")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    processor = ImageProcessor(folder, tokenizer.hf, tokenizer.lock)
+    reader = ImageReader(processor, tokenizer, None, EngineConfig(model="m", limit_mm_per_prompt={"image": 1}))
+    prompt = ImagePrompt("a<image>", {"image": picture(60, 40)})
+    reader.process(prompt)
+    assert reader.store.num_bytes > 0
+    threads = [*reader._threads._threads]
+    assert threads
+    reader.close()
+    reader.close()
+    gc.collect()
+    assert reader.store.num_bytes == 0
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    with pytest.raises(EngineClosedError):
+        reader.process(prompt)
 
 
 # --- Options ---

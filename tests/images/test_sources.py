@@ -122,6 +122,7 @@ def test_of_several_frames_the_first_counts() -> None:
     [
         (b"hello", "the image of 5 bytes is no picture in a known format; known are JPEG, PNG"),
         (png(picture(20, 20))[:200], "the image of 200 bytes is broken (image file is truncated"),
+        ("", "the image is an empty text; give a path, or a URL"),
         ("/no/such.png", "the image file '/no/such.png' is not there; check the path"),
         (Path("/"), "the image file '/' is a folder or a device; name a file"),
         ("a\0b", "the image file 'a\\x00b' cannot be read (embedded null byte"),

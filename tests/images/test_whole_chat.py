@@ -1,6 +1,7 @@
 """Whole calls with pictures: from messages to texts, against transformers' processor and model."""
 
 import base64
+import gc
 import io
 import json
 from collections.abc import Callable
@@ -171,6 +172,16 @@ def test_wrong_pictures_come_back_in_their_places(loaded_of: Any) -> None:
     with pytest.raises(RequestError, match="prompt 1: image 0: the image of 6 bytes is no picture"):
         llm.generate(prompts[:2], GREEDY, use_tqdm=False)
     assert llm.is_finished()
+
+
+def test_a_closed_llm_keeps_no_pictures(loaded_of: Any) -> None:
+    prompt = {"prompt": placeholder("llava"), "multi_modal_data": {"image": picture(40, 40)}}
+    with LLM(loaded_of("llava").folder, device="cpu", limit_mm_per_prompt={"image": 1}, max_model_len=512) as llm:
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+        reader: Any = llm.preparer.prompt_processor.image_reader
+        assert reader.store.num_bytes > 0
+    gc.collect()
+    assert reader.store.num_bytes == 0
 
 
 def test_a_file_of_requests_has_pictures(loaded_of: Any, tmp_path: Path) -> None:

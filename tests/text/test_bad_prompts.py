@@ -27,6 +27,10 @@ BAD: list[tuple[Any, str]] = [
         {"prompt_token_ids": [1], "multi_modal_data": {"image": 1}},
         "has images, which are not read here; give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees",
     ),
+    (
+        {"prompt": "a", "multi_modal_data": {"image": 1}, "cache_salt": "b"},
+        "has 'cache_salt' beside 'prompt', which is a whole prompt; leave 'cache_salt' out",
+    ),
     ({"prompt": "a", "cache_salt": "b", "lora": 1}, "has 'cache_salt', 'lora' beside 'prompt', which is a whole"),
     ("", "is empty; give at least one token"),
     ([], "is empty; give at least one token"),
@@ -39,7 +43,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 KINDS = [
-    *["not_a_prompt"] * 7,
+    *["not_a_prompt"] * 8,
     *["empty_prompt"] * 2,
     *["invalid_token_id"] * 2,
     *["prompt_too_long"] * 2,
