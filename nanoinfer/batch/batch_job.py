@@ -33,6 +33,7 @@ from nanoinfer.engine.interrupts import Terminated, postponed_interrupt
 from nanoinfer.engine.request_queue import Inbox
 from nanoinfer.errors import JobError, NanoinferError, RequestError
 from nanoinfer.garbage import rare_collections
+from nanoinfer.integers import ceil_div
 from nanoinfer.lora.lora_request import LoRARequest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.pooling_params import PoolingParams
@@ -227,7 +228,8 @@ class Job:
         self._response_reader = ResponseReader(llm.config.response_template, llm.preparer.prompt_processor)
         self.asked: dict[int, Asked] = {}  # by request id
         self._logged = set[type[Exception]]()  # bugs whose traceback the log has
-        self._window = self._queue.capacity
+        # Lines whose adapter waits for a slot keep no row full, so with more adapters than slots more lines are queued.
+        self._window = self._queue.capacity * max(1, ceil_div(len(self.loras), llm.config.max_loras))
         self._ahead: list[Question] = []
         self._background = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-grammars")
         self._compiled: Future[Any] = Future()  # of all that have no grammar

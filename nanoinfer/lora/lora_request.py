@@ -27,7 +27,7 @@ class LoRARequest:
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise RequestError(f"lora_name={self.lora_name!r} is no text; {EXAMPLE}")
         if not is_whole_number(self.lora_int_id) or not 1 <= self.lora_int_id < 2**31:
-            raise RequestError(f"lora_int_id={self.lora_int_id!r} is no whole number of at least 1; {EXAMPLE}")
+            raise RequestError(f"lora_int_id={self.lora_int_id!r} is no whole number from 1 to {2**31 - 1}; {EXAMPLE}")
         if not isinstance(self.lora_path, str | Path) or not str(self.lora_path):
             raise RequestError(f"lora_path={self.lora_path!r} is no path; {EXAMPLE}")
         object.__setattr__(self, "lora_int_id", int(self.lora_int_id))

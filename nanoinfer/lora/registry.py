@@ -82,6 +82,7 @@ class AdapterRegistry:
 
     def add(self, request: LoRARequest) -> bool:
         """Load an adapter; return whether it was not loaded."""
+        self._engine.check_open(is_for_steps=False)
         is_new = _checked(request, LoRARequest).lora_int_id not in self._by_id
         self.get(request)
         return is_new
@@ -89,6 +90,7 @@ class AdapterRegistry:
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter; return whether it was known. Raises EngineStateError while requests use it."""
         self._engine.guard.check()
+        self._engine.check_open(is_for_steps=False)
         with self._lock:
             adapter = self._by_id.get(lora_int_id)
             if adapter is None:

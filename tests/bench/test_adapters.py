@@ -1,4 +1,4 @@
-"""`nanoinfer bench adapters` times loads without adapters, with none of those that there may be, and with several."""
+"""`nanoinfer bench adapters` times loads without enable_lora, with it and no adapter, and with several."""
 
 import json
 from pathlib import Path

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, ConfigError, EngineStateError, LoRARequest, ModelError, RequestError, SamplingParams
+from nanoinfer.errors import EngineClosedError
 from tests.lora.adapters import merge, request, write_adapter
 from tests.models.test_architectures import draw_prompts
 
@@ -254,6 +255,9 @@ def test_adapters_stay_when_the_engine_sleeps_and_when_its_weights_change(
         check(llm.generate(PROMPTS, GREEDY, use_tqdm=False), merged[2])
         llm.update_weights(load_file(base / "model.safetensors"))
         check(llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests[3]), merged[3])
+    for call in (lambda: llm.add_lora(requests[3]), lambda: llm.remove_lora(3)):
+        with pytest.raises(EngineClosedError, match="this engine was closed"):
+            call()
 
 
 def test_replicas_have_each_adapter(

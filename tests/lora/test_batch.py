@@ -1,6 +1,7 @@
 """run-batch with adapters: `model` of a line names one of --lora."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.__main__ import main
+from nanoinfer.batch.batch_job import run_batch
 from tests.lora.adapters import request, write_adapter
 
 MODULES = r".*layers\.\d+\..*_proj"
@@ -84,3 +86,18 @@ def test_what_is_no_adapter_is_refused_before_anything_is_answered(
         assert run("--model", "tiny", "--device", "cpu", "-i", source, "-o", answers, *loras) == 2
         assert message in capsys.readouterr().err
     assert not answers.exists() or not answers.read_text()
+
+
+def test_rows_are_full_where_a_job_has_more_adapters_than_slots(folders: dict[str, Path], tmp_path: Path) -> None:
+    rng, source, num_rows = random.Random(0), tmp_path / "in.jsonl", list[int]()
+    lines = [{"prompt": [1, 2], "model": rng.choice("abcd"), "max_tokens": rng.randint(1, 16)} for _ in range(70)]
+    source.write_text("".join(json.dumps({**line, "ignore_eos": True}) + "\n" for line in lines))
+
+    def load() -> LLM:
+        llm = LLM("tiny", device="cpu", enable_lora=True, max_num_seqs=8, max_model_len=64)
+        llm.on_step(lambda event: num_rows.append(event.num_decode_tokens))
+        return llm
+
+    loras = {name: str(folders["ab"[index % 2]]) for index, name in enumerate("abcd")}
+    run_batch(load, source, tmp_path / "out.jsonl", loras=loras, use_tqdm=False)
+    assert sum(num_rows) / len(num_rows) > 4
