@@ -105,7 +105,9 @@ def test_large_prefill_steps_of_several_ranks_have_slices(
         layers=[SimpleNamespace(ways={*Way}), SimpleNamespace(ways=found.ways)],
         embed_tokens=SimpleNamespace(weight=torch.zeros(1, 1, device="meta" if found.device == "cuda" else "cpu")),
     )
-    step: Any = SimpleNamespace(token_ids=range(found.num_tokens), attention=found, adapters=None, images=None, routed=None)
+    step: Any = SimpleNamespace(
+        token_ids=range(found.num_tokens), attention=found, adapters=None, images=None, routed=None
+    )
     monkeypatch.setattr(execution, "sliced_prefill", lambda *_: "in slices")
     assert execution.forward(decoder, step) == ("in slices" if expected else "in one piece")
 
