@@ -4,7 +4,7 @@ A rank keeps all adapters that it was given on the host. Of these, as many as th
 time. A step gives its tokens the slots of their rows, and each linear layer adds its product in its `quant_method`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -12,47 +12,17 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from nanoinfer.device import numbers_to_device
+from nanoinfer.device import cpu_threads, numbers_to_device
 from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
-from nanoinfer.layers.linear import ColumnParallelLinear, wide_rows
-from nanoinfer.lora.adapter_weights import (
-    AdapterMatrices,
-    LayerMatrices,
-    adaptable_layers,
-    read_adapter,
-    shards_of,
-)
+from nanoinfer.layers.linear import wide_rows
+from nanoinfer.lora.adapter_weights import AdapterMatrices, adaptable_layers, read_adapter
+from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora
 from nanoinfer.sampling.row_state import RowState
-
-
-class LayerSlots:
-    """Holds one layer's matrices of the adapters in all slots; those of an adapter that leaves the layer be are 0."""
-
-    def __init__(self, layer: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
-        self._shards, device, num_inputs = shards_of(layer), layer.weight.device, layer.full_shape[1]
-        is_column = isinstance(layer, ColumnParallelLinear)
-        sizes = tuple(layer.local_sizes.values()) if is_column else (layer.full_shape[0],)
-        inputs = num_inputs if is_column else layer.tp.shard_size(num_inputs, "row-parallel input size")
-        a = torch.zeros(num_slots, len(sizes) * max_rank, inputs, dtype=dtype, device=device)
-        b = torch.zeros(num_slots, sum(sizes), max_rank, dtype=dtype, device=device)
-        self.matrices = LoRAMatrices(a, b, sizes)
-
-    def fill(self, slot: int, of_layer: LayerMatrices) -> None:
-        """Put an adapter's matrices into a slot; without any, it adds nothing."""
-        a, b, sizes = self.matrices
-        places = zip(self._shards, a[slot].chunk(len(sizes)), b[slot].split(sizes), strict=True)
-        for shard, its_a, its_b in places:
-            its_a.zero_()
-            its_b.zero_()
-            if shard in of_layer:
-                given = of_layer[shard]
-                its_a[: len(given.a)].copy_(given.a, non_blocking=True)
-                its_b[:, : len(given.a)].copy_(given.b, non_blocking=True)
 
 
 class StepAdapters:
@@ -64,17 +34,21 @@ class StepAdapters:
 class AdaptedProduct:
     """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
 
-    input_format: that of the layer, which keeps the inputs in the model's dtype too.
+    matrices: those on the device; None while there are none.
     """
 
     def __init__(self, base: Any, step: StepAdapters) -> None:
         self._base, self._step = base, step
-        self.slots: LayerSlots | None = None
-        wanted: RowFormat | None = base.input_format
-        self.input_format = None if wanted is None else replace(wanted, keeps_wide=True)
+        self.matrices: LoRAMatrices | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
+
+    @property
+    def input_format(self) -> RowFormat | None:
+        """That of the layer; in a step with adapters the inputs are kept in the model's dtype too."""
+        wanted: RowFormat | None = self._base.input_format
+        return wanted if wanted is None or self._step.rows is None else replace(wanted, keeps_wide=True)
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         out = self._base.apply(layer, x, bias)
@@ -87,8 +61,8 @@ class AdaptedProduct:
         return sums
 
     def _add_to(self, out: Tensor, x: Activations) -> None:
-        if self._step.rows is not None and self.slots is not None:
-            add_lora(out, wide_rows(x), self._step.rows, self.slots.matrices)
+        if self._step.rows is not None and self.matrices is not None:
+            add_lora(out, wide_rows(x), self._step.rows, self.matrices)
 
 
 class RankAdapters:
@@ -111,8 +85,9 @@ class RankAdapters:
 
     def read(self, folder: Path) -> AdapterMatrices:
         """Return what this rank needs of an adapter of peft. Raises ModelError for one that cannot be served."""
-        given = read_adapter(folder, self._model, self.max_rank)
-        return {path: {shard: one.to(self.dtype) for shard, one in its.items()} for path, its in given.items()}
+        with cpu_threads(1):  # matrices are small: to wake other threads for each takes longer, above all busy ones
+            given = read_adapter(folder, self._model, self.max_rank)
+            return {path: {shard: one.to(self.dtype) for shard, one in its.items()} for path, its in given.items()}
 
     def keep(self, number: int, matrices: AdapterMatrices) -> None:
         """Keep an adapter under a number that no other has had. matrices: of `read`."""
@@ -122,10 +97,17 @@ class RankAdapters:
         """Forget an adapter that no request uses any more."""
         self.by_number.pop(number, None)
 
+    def allocate_slots(self, device: torch.device) -> SlotMemory:
+        """Take memory for the slots, and have the products read it."""
+        slots = SlotMemory(SlotLayout(self.layers, self.max_rank), self.num_slots, self.dtype, device)
+        for path, product in self.products.items():
+            product.matrices = slots.matrices[path]
+        return slots
+
     def free_slots(self) -> None:
         """Free the memory of the slots."""
         for product in self.products.values():
-            product.slots = None
+            product.matrices = None
 
 
 class AdapterSlots(RowState):
@@ -139,13 +121,12 @@ class AdapterSlots(RowState):
 
     def __init__(self, adapters: RankAdapters, num_rows: int, device: torch.device) -> None:
         super().__init__()
-        self._adapters, self._no_slot = adapters, adapters.num_slots
+        self._adapters, self._slots = adapters, adapters.allocate_slots(device)
+        self._no_place = self._slots.num_places
         self.are_used = False
         self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters
-        # And of the spare row; `_no_slot` where a row has no adapter.
-        self._slots_of_rows = torch.full((num_rows + 1,), self._no_slot, dtype=torch.int32, device=device)
-        for path, product in adapters.products.items():
-            product.slots = LayerSlots(adapters.layers[path], adapters.num_slots, adapters.max_rank, adapters.dtype)
+        # And of the spare row; `_no_place` where a row has no adapter.
+        self._places_of_rows = torch.full((num_rows + 1,), self._no_place, dtype=torch.int32, device=device)
 
     def admit(self, rows: Any) -> list[AdmittedRow]:
         asking = super().admit(rows)
@@ -154,13 +135,10 @@ class AdapterSlots(RowState):
 
     def remember(self, row: AdmittedRow) -> None:
         slot, number = map(int, row.options["adapter"])
-        self.by_row[row.row] = slot
         if self._held[slot] != number:
-            matrices: Mapping[str, LayerMatrices] = self._adapters.by_number[number]
-            for path, product in self._adapters.products.items():
-                assert product.slots is not None, "slots are made with what runs the steps"
-                product.slots.fill(slot, matrices.get(path, {}))
+            self._slots.fill(slot, self._adapters.by_number[number])
             self._held[slot] = number
+        self.by_row[row.row] = self._slots.place_of(slot)
 
     def release(self, rows: Any) -> None:
         released = [row for row in rows if row in self.by_row]
@@ -168,11 +146,11 @@ class AdapterSlots(RowState):
         self._upload(released)
 
     def _upload(self, rows: Iterable[int]) -> None:
-        """Tell the device which slots these rows have."""
-        changed = [(row, self.by_row.get(row, self._no_slot)) for row in rows]
+        """Tell the device where the adapters of these rows lie."""
+        changed = [(row, self.by_row.get(row, self._no_place)) for row in rows]
         if changed:
-            pairs = numbers_to_device(changed, self._slots_of_rows.device)
-            self._slots_of_rows[pairs[:, 0]] = pairs[:, 1].int()
+            pairs = numbers_to_device(changed, self._places_of_rows.device)
+            self._places_of_rows[pairs[:, 0]] = pairs[:, 1].int()
 
     def begin_step(self, on_host: AllSections) -> bool:
         """Note, and return, whether a row of a packet's step has an adapter."""
@@ -189,7 +167,7 @@ class AdapterSlots(RowState):
         if not self.are_used:
             self._adapters.step.rows = None
             return None
-        slots, num_tokens = self._slots_of_rows[step.rows.long()], len(step.token_ids)
+        slots, num_tokens = self._places_of_rows[step.rows.long()], len(step.token_ids)
         if isinstance(step.attention, PrefillMetadata):
             segments, _ = ragged_indices(step.attention.cu_query_lens, num_tokens)
             slots = slots[segments]
