@@ -4,7 +4,9 @@ A rank keeps all adapters that it was given on the host. Of these, as many as th
 time. A step gives its tokens the slots of their rows, and each linear layer adds its product in its `quant_method`.
 """
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -19,10 +21,14 @@ from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
 from nanoinfer.layers.linear import wide_rows
 from nanoinfer.lora.adapter_weights import AdapterMatrices, adaptable_layers, read_adapter
 from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
+from nanoinfer.models.decoder import DecoderMLP
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora
+from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora, gated_with_lora
 from nanoinfer.sampling.row_state import RowState
+
+GATED = (silu_and_mul, gelu_tanh_and_mul, gelu_and_mul)
 
 
 class StepAdapters:
@@ -34,12 +40,14 @@ class StepAdapters:
 class AdaptedProduct:
     """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
 
-    matrices: those on the device; None while there are none.
+    matrices: those on the device; None while there are none. adds_later: whether an `AdaptedActivation` adds them, to
+    which the product leaves its `inputs`.
     """
 
     def __init__(self, base: Any, step: StepAdapters) -> None:
         self._base, self._step = base, step
         self.matrices: LoRAMatrices | None = None
+        self.adds_later, self.inputs = False, cast(Tensor | None, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
@@ -61,8 +69,33 @@ class AdaptedProduct:
         return sums
 
     def _add_to(self, out: Tensor, x: Activations) -> None:
-        if self._step.rows is not None and self.matrices is not None:
+        if self._step.rows is None or self.matrices is None:
+            return
+        if self.adds_later:
+            self.inputs = wide_rows(x)
+        else:
             add_lora(out, wide_rows(x), self._step.rows, self.matrices)
+
+
+class AdaptedActivation:
+    """Takes the place of an MLP's activation, which adds the adapters' product to gate and up as it reads them.
+
+    gate_up: the product before it, which leaves that to the activation.
+    """
+
+    def __init__(self, base: Callable[..., Activations], gate_up: AdaptedProduct, step: StepAdapters) -> None:
+        self._base, self._gate_up, self._step = base, gate_up, step
+        gate_up.adds_later = True
+
+    def __call__(self, gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+        rows, x, matrices = self._step.rows, self._gate_up.inputs, self._gate_up.matrices
+        self._gate_up.inputs = None
+        if rows is None or x is None or matrices is None:
+            return self._base(gate_up, out_format)
+        if out_format is None:
+            return gated_with_lora(gate_up, x, rows, matrices, self._base)
+        add_lora(gate_up, x, rows, matrices)
+        return self._base(gate_up, out_format)
 
 
 class RankAdapters:
@@ -74,17 +107,41 @@ class RankAdapters:
     def __init__(self, model: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         self._model, self.num_slots, self.max_rank, self.dtype = model, num_slots, max_rank, dtype
         self.by_number: dict[int, AdapterMatrices] = {}
+        self._reading: tuple[Path, Future[AdapterMatrices]] | None = None
         self.step, self.layers = StepAdapters(), adaptable_layers(model)
         for layer in self.layers.values():
             layer.quant_method = AdaptedProduct(layer.quant_method, self.step)  # type: ignore[assignment]
+        for mlp in model.model.modules():
+            if isinstance(mlp, DecoderMLP) and mlp.activation in GATED:
+                gate_up = cast(AdaptedProduct, mlp.gate_up_proj.quant_method)
+                mlp.activation = AdaptedActivation(mlp.activation, gate_up, self.step)
 
     @property
     def products(self) -> dict[str, AdaptedProduct]:
         """The products by the paths of their layers."""
         return {path: cast(AdaptedProduct, layer.quant_method) for path, layer in self.layers.items()}
 
+    def begin_reading(self, folder: Path) -> None:
+        """Begin to read an adapter in a thread; `read` waits for that. Of several folders the last one counts."""
+        future = Future[AdapterMatrices]()
+        self._reading = folder, future
+
+        def read() -> None:
+            try:
+                future.set_result(self._read(folder))
+            except BaseException as error:  # `read` raises it
+                future.set_exception(error)
+
+        threading.Thread(target=read, name="nanoinfer adapter", daemon=True).start()
+
     def read(self, folder: Path) -> AdapterMatrices:
         """Return what this rank needs of an adapter of peft. Raises ModelError for one that cannot be served."""
+        reading, self._reading = self._reading, None
+        if reading is not None and reading[0] == folder:
+            return reading[1].result()
+        return self._read(folder)
+
+    def _read(self, folder: Path) -> AdapterMatrices:
         with cpu_threads(1):  # matrices are small: to wake other threads for each takes longer, above all busy ones
             given = read_adapter(folder, self._model, self.max_rank)
             return {path: {shard: one.to(self.dtype) for shard, one in its.items()} for path, its in given.items()}

@@ -26,13 +26,14 @@ class SlotLayout:
         self._places: dict[str, tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]] = {}
         self.num_values = 0
         for path, layer in layers.items():
-            num_inputs, sizes = layer.full_shape[1], (layer.full_shape[0],)
+            (num_outputs, num_inputs), sizes = layer.full_shape, list[int]()
             if isinstance(layer, ColumnParallelLinear):
-                sizes = tuple(layer.local_sizes.values())
+                sizes += layer.local_sizes.values()
             else:
+                sizes.append(num_outputs)
                 num_inputs = layer.tp.shard_size(num_inputs, "row-parallel input size")
             a = self._take(len(sizes) * max_rank, num_inputs)
-            self._places[path] = a, self._take(sum(sizes), max_rank), sizes
+            self._places[path] = a, self._take(sum(sizes), max_rank), tuple(sizes)
 
     def _take(self, num_lines: int, width: int) -> tuple[int, int, int]:
         offset = self.num_values
