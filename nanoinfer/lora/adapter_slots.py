@@ -19,10 +19,13 @@ from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
 from nanoinfer.layers.linear import wide_rows
+from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
 from nanoinfer.lora.adapter_weights import AdapterMatrices, adaptable_layers, read_adapter
 from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
 from nanoinfer.models.decoder import DecoderMLP
+from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora, gated_with_lora
@@ -171,16 +174,20 @@ class AdapterSlots(RowState):
     """Holds the adapters that lie on the device, and which of them each row has.
 
     num_rows: of the step tables, without the spare one. are_used: whether a row of the step has an adapter; if none
-    has, it runs as without adapters.
+    has, it runs as without adapters. prefill_graphs: of steps without adapters, and here of those with some.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("adapter",)
 
-    def __init__(self, adapters: RankAdapters, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, adapters: RankAdapters, num_rows: int, device: torch.device, prefill_graphs: PrefillGraphs
+    ) -> None:
         super().__init__()
         self._adapters, self._slots = adapters, adapters.allocate_slots(device)
         self._no_place = self._slots.num_places
-        self.are_used = False
+        self.are_used, self.prefill_graphs = False, PrefillGraphs()
+        if isinstance(prefill_graphs.small, DecoderPrefillGraphs):
+            self.prefill_graphs = PrefillGraphs(AdaptedPrefillGraphs(prefill_graphs.small, self._no_place, device))
         self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters
         # And of the spare row; `_no_place` where a row has no adapter.
         self._places_of_rows = torch.full((num_rows + 1,), self._no_place, dtype=torch.int32, device=device)
@@ -213,8 +220,12 @@ class AdapterSlots(RowState):
         """Note, and return, whether a row of a packet's step has an adapter."""
         section = "chunks" if len(on_host.chunks) else "decode_rows"
         rows = column(on_host, section, "row").tolist() if self.by_row else ()
-        self.are_used = not self.by_row.keys().isdisjoint(rows)
+        self.use(not self.by_row.keys().isdisjoint(rows))
         return self.are_used
+
+    def use(self, are_used: bool) -> None:
+        """Say whether rows of the steps from now on have adapters."""
+        self.are_used, self._adapters.step.rows = are_used, None
 
     def of_tokens(self, step: ForwardStep) -> LoRARows | None:
         """Return which adapter each token of a step has, and have the layers add the products; None if none are used.
@@ -222,7 +233,6 @@ class AdapterSlots(RowState):
         Nothing on the device depends on which rows have adapters, so a CUDA graph may capture it.
         """
         if not self.are_used:
-            self._adapters.step.rows = None
             return None
         slots, num_tokens = self._places_of_rows[step.rows.long()], len(step.token_ids)
         if isinstance(step.attention, PrefillMetadata):

@@ -250,7 +250,8 @@ class Setup:
         small_prefill_graphs = runner.state.buffers.prefill_graphs.small
         if small_prefill_graphs is not None:
             capture, sizes = small_prefill_graphs.graphs_of, small_prefill_graphs.sizes
-            graph_bytes += memory.measure_graph_bytes(capture, sizes, len(sizes), self.device)
+            num_bytes = memory.measure_graph_bytes(capture, sizes, len(sizes), self.device)
+            graph_bytes += num_bytes * (1 if runner.state.adapters is None else 2)  # steps with adapters have their own
         return replace(self.memory_use(free_at_start), step=step_bytes, graphs=graph_bytes)
 
     def run_largest_prefills(self, runner: ModelRunner, limits: RunnerLimits) -> None:
@@ -260,7 +261,7 @@ class Setup:
         of_images = None if runner.state.images is None else runner.state.images.reserve_largest()
         for num_tokens, uses_adapters in product(sizes, (True, False) if adapters else (False,)):
             if adapters is not None:
-                adapters.are_used = uses_adapters
+                adapters.use(uses_adapters)
             step = runner.planned(largest_prefill(runner.state.tables, rows, num_tokens))
             hidden = runner.forward(step)
             if runner.model.generates:
@@ -290,10 +291,10 @@ class Setup:
         graph_bytes = memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
         adapters = runner.state.adapters
         if adapters is not None:  # steps with adapters have graphs of their own
-            adapters.are_used = True
+            adapters.use(True)
             num_late = max(num_late, len(late_sizes) * (1 + shares_prefixes))
             graph_bytes += memory.measure_graph_bytes(capture, late_sizes, num_late, self.device)
-            adapters.are_used = False
+            adapters.use(False)
         return graph_bytes
 
     def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:
@@ -353,7 +354,7 @@ class Setup:
         row_states = [*sampler.states, pooler]
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
         if adapters is not None:
-            state.adapters = AdapterSlots(adapters, limits.max_num_seqs, self.device)
+            state.adapters = AdapterSlots(adapters, limits.max_num_seqs, self.device, buffers.prefill_graphs)
             row_states.append(state.adapters)
         if model.image_encoder is not None:
             state.images = ImageRows(
