@@ -10,7 +10,8 @@ import torch
 
 from nanoinfer import LLM, LoRARequest, SamplingParams
 from nanoinfer.device import capturing
-from nanoinfer.ops.lora.spec import LoRARows, add_lora
+from nanoinfer.ops.activations.spec import silu_and_mul
+from nanoinfer.ops.lora.spec import LoRARows, add_lora, gated_with_lora
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties
 from tests.lora.adapters import merge, random_products, request, write_adapter
 from tests.models.test_architectures import draw_prompts
@@ -21,9 +22,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 ALL = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_slots", "max_rank"), [(1, 16), (8, 16), (64, 8), (4, 64), (2, 256), (3, 5)])
-@pytest.mark.parametrize("num_tokens", [1, 3, 16, 200, 256, 2000])
+@pytest.mark.parametrize(
+    ("dtype", "num_slots", "max_rank", "num_tokens"),
+    [
+        *((torch.bfloat16, *slots, number) for slots in ((1, 16), (64, 8)) for number in (1, 3, 16, 256, 2000, 9000)),
+        *((torch.bfloat16, *slots, number) for slots in ((4, 64), (2, 256), (3, 5)) for number in (3, 200)),
+        *((dtype, 8, 16, number) for dtype in (torch.float16, torch.float32) for number in (1, 200, 2000)),
+    ],
+    ids=str,
+)
 def test_compiled_products_equal_their_specification(
     dtype: torch.dtype, num_slots: int, max_rank: int, num_tokens: int
 ) -> None:
@@ -40,6 +47,9 @@ def test_compiled_products_equal_their_specification(
         torch.testing.assert_close(out.float() / scale, wanted / scale, atol=tolerance, rtol=0)
         has_none = rows.slots == num_slots
         assert torch.equal(out[has_none], before[has_none])
+        if len(sizes) == 2:
+            activated = gated_with_lora(before, x, rows, matrices, silu_and_mul)
+            torch.testing.assert_close(activated, silu_and_mul(out), atol=tolerance * float(scale), rtol=0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])

@@ -291,11 +291,14 @@ def _shrink(x, rows, matrices, num_outputs):
 
 
 def add_lora(out, x, rows, matrices):
-    num_tokens, num_outputs = out.shape
     assert out.stride(1) == 1, f"the rows of out must be contiguous, strides {out.stride()}"
-    if num_tokens == 0:
-        return
-    shrunk = _shrink(x, rows, matrices, num_outputs)
+    if len(out) > 0:
+        _expand(out, _shrink(x, rows, matrices, out.shape[1]), rows, matrices)
+
+
+def _expand(out, shrunk, rows, matrices):
+    """Multiply by B, and add the product to `out`."""
+    num_tokens, num_outputs = out.shape
     _expand_kernel[(shrunk.num_columns, shrunk.num_programs)](
         shrunk.parts,
         matrices.b,
