@@ -113,6 +113,7 @@ def add_parser(subparsers: Any) -> None:
     of_adapters: dict[str, Any] = {"type": positive, "nargs": "+", "default": [1, 8, 64], "metavar": "N"}
     adapters.add_argument("--adapters", help="how many in a batch (1 8 64)", **of_adapters)
     adapters.add_argument("--rank", type=positive, default=16, metavar="N", help="of the adapters (16)")
+    adapters.add_argument("--runs", type=positive, default=1, help="timed runs of each load (1)")
     for parser in (throughput, trace):
         parser.add_argument("--load", choices=NAMES, default="default", help="see below (default)")
         for option, what in SIZE_OPTIONS.items():

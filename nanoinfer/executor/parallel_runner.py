@@ -125,12 +125,17 @@ class ParallelRunner:
         """Start to copy them from rank 0, which routes as all ranks do."""
         return self._runner.read_routed_experts(block_ids, start, end)
 
+    def begin_reading(self, folder: Path) -> None:
+        """Have the other ranks begin to read an adapter, while steps go on."""
+        with self._all_ranks():
+            self._writer.send(pack_command(Command.READ_ADAPTER, *str(folder.absolute()).encode()))
+
     def read_adapter(self, folder: Path) -> Any:
         """Return what rank 0 keeps of an adapter. Raises ModelError for one that cannot be served."""
         return self._runner.read_adapter(folder)
 
     def keep_adapter(self, number: int, folder: Path, matrices: Any) -> None:
-        """Keep an adapter that `read_adapter` has read; the other ranks read it too, and keep their shares."""
+        """Keep an adapter that all ranks have read: each its share."""
         with self._all_ranks():
             self._writer.send(pack_command(Command.KEEP_ADAPTER, number, *str(folder.absolute()).encode()))
             self._runner.keep_adapter(number, folder, matrices)

@@ -106,6 +106,7 @@ class Command(IntEnum):
     DROP_ADAPTER = -5  # its number
     HOLD_IMAGE = -6  # see `image_messages.py`
     DROP_IMAGES = -7  # ids
+    READ_ADAPTER = -8  # bytes of its folder's path
 
 
 def pack_command(command: Command, *numbers: int) -> Message:
@@ -127,6 +128,9 @@ def run_command(message: Message, runner: DeviceRunner, reader: RingReader) -> N
         return
     if command == Command.DROP_IMAGES:
         runner.drop_images(numbers)
+        return
+    if command == Command.READ_ADAPTER:
+        runner.begin_reading(Path(bytes(numbers).decode()))
         return
     if command == Command.SLEEP:
         runner.sleep(numbers[0])

@@ -4,7 +4,9 @@ A rank keeps all adapters that it was given on the host. Of these, as many as th
 time. A step gives its tokens the slots of their rows, and each linear layer adds its product in its `quant_method`.
 """
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -12,47 +14,24 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from nanoinfer.device import numbers_to_device
+from nanoinfer.device import cpu_threads, numbers_to_device
 from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
-from nanoinfer.layers.linear import ColumnParallelLinear, wide_rows
-from nanoinfer.lora.adapter_weights import (
-    AdapterMatrices,
-    LayerMatrices,
-    adaptable_layers,
-    read_adapter,
-    shards_of,
-)
+from nanoinfer.layers.linear import wide_rows
+from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
+from nanoinfer.lora.adapter_weights import AdapterMatrices, adaptable_layers, read_adapter
+from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
+from nanoinfer.models.decoder import DecoderMLP
+from nanoinfer.models.execution import PrefillGraphs
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
+from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
-from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora
+from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora, gated_with_lora
 from nanoinfer.sampling.row_state import RowState
 
-
-class LayerSlots:
-    """Holds one layer's matrices of the adapters in all slots; those of an adapter that leaves the layer be are 0."""
-
-    def __init__(self, layer: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
-        self._shards, device, num_inputs = shards_of(layer), layer.weight.device, layer.full_shape[1]
-        is_column = isinstance(layer, ColumnParallelLinear)
-        sizes = tuple(layer.local_sizes.values()) if is_column else (layer.full_shape[0],)
-        inputs = num_inputs if is_column else layer.tp.shard_size(num_inputs, "row-parallel input size")
-        a = torch.zeros(num_slots, len(sizes) * max_rank, inputs, dtype=dtype, device=device)
-        b = torch.zeros(num_slots, sum(sizes), max_rank, dtype=dtype, device=device)
-        self.matrices = LoRAMatrices(a, b, sizes)
-
-    def fill(self, slot: int, of_layer: LayerMatrices) -> None:
-        """Put an adapter's matrices into a slot; without any, it adds nothing."""
-        a, b, sizes = self.matrices
-        places = zip(self._shards, a[slot].chunk(len(sizes)), b[slot].split(sizes), strict=True)
-        for shard, its_a, its_b in places:
-            its_a.zero_()
-            its_b.zero_()
-            if shard in of_layer:
-                given = of_layer[shard]
-                its_a[: len(given.a)].copy_(given.a, non_blocking=True)
-                its_b[:, : len(given.a)].copy_(given.b, non_blocking=True)
+GATED = (silu_and_mul, gelu_tanh_and_mul, gelu_and_mul)
 
 
 class StepAdapters:
@@ -64,17 +43,23 @@ class StepAdapters:
 class AdaptedProduct:
     """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
 
-    input_format: that of the layer, which keeps the inputs in the model's dtype too.
+    matrices: those on the device; None while there are none. adds_later: whether an `AdaptedActivation` adds them, to
+    which the product leaves its `inputs`.
     """
 
     def __init__(self, base: Any, step: StepAdapters) -> None:
         self._base, self._step = base, step
-        self.slots: LayerSlots | None = None
-        wanted: RowFormat | None = base.input_format
-        self.input_format = None if wanted is None else replace(wanted, keeps_wide=True)
+        self.matrices: LoRAMatrices | None = None
+        self.adds_later, self.inputs = False, cast(Tensor | None, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
+
+    @property
+    def input_format(self) -> RowFormat | None:
+        """That of the layer; in a step with adapters the inputs are kept in the model's dtype too."""
+        wanted: RowFormat | None = self._base.input_format
+        return wanted if wanted is None or self._step.rows is None else replace(wanted, keeps_wide=True)
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         out = self._base.apply(layer, x, bias)
@@ -87,8 +72,33 @@ class AdaptedProduct:
         return sums
 
     def _add_to(self, out: Tensor, x: Activations) -> None:
-        if self._step.rows is not None and self.slots is not None:
-            add_lora(out, wide_rows(x), self._step.rows, self.slots.matrices)
+        if self._step.rows is None or self.matrices is None:
+            return
+        if self.adds_later:
+            self.inputs = wide_rows(x)
+        else:
+            add_lora(out, wide_rows(x), self._step.rows, self.matrices)
+
+
+class AdaptedActivation:
+    """Takes the place of an MLP's activation, which adds the adapters' product to gate and up as it reads them.
+
+    gate_up: the product before it, which leaves that to the activation.
+    """
+
+    def __init__(self, base: Callable[..., Activations], gate_up: AdaptedProduct, step: StepAdapters) -> None:
+        self._base, self._gate_up, self._step = base, gate_up, step
+        gate_up.adds_later = True
+
+    def __call__(self, gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
+        rows, x, matrices = self._step.rows, self._gate_up.inputs, self._gate_up.matrices
+        self._gate_up.inputs = None
+        if rows is None or x is None or matrices is None:
+            return self._base(gate_up, out_format)
+        if out_format is None:
+            return gated_with_lora(gate_up, x, rows, matrices, self._base)
+        add_lora(gate_up, x, rows, matrices)
+        return self._base(gate_up, out_format)
 
 
 class RankAdapters:
@@ -100,19 +110,44 @@ class RankAdapters:
     def __init__(self, model: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
         self._model, self.num_slots, self.max_rank, self.dtype = model, num_slots, max_rank, dtype
         self.by_number: dict[int, AdapterMatrices] = {}
+        self._reading: tuple[Path, Future[AdapterMatrices]] | None = None
         self.step, self.layers = StepAdapters(), adaptable_layers(model)
         for layer in self.layers.values():
             layer.quant_method = AdaptedProduct(layer.quant_method, self.step)  # type: ignore[assignment]
+        for mlp in model.model.modules():
+            if isinstance(mlp, DecoderMLP) and mlp.activation in GATED:
+                gate_up = cast(AdaptedProduct, mlp.gate_up_proj.quant_method)
+                mlp.activation = AdaptedActivation(mlp.activation, gate_up, self.step)
 
     @property
     def products(self) -> dict[str, AdaptedProduct]:
         """The products by the paths of their layers."""
         return {path: cast(AdaptedProduct, layer.quant_method) for path, layer in self.layers.items()}
 
+    def begin_reading(self, folder: Path) -> None:
+        """Begin to read an adapter in a thread; `read` waits for that. Of several folders the last one counts."""
+        future = Future[AdapterMatrices]()
+        self._reading = folder, future
+
+        def read() -> None:
+            try:
+                future.set_result(self._read(folder))
+            except BaseException as error:  # `read` raises it
+                future.set_exception(error)
+
+        threading.Thread(target=read, name="nanoinfer adapter", daemon=True).start()
+
     def read(self, folder: Path) -> AdapterMatrices:
         """Return what this rank needs of an adapter of peft. Raises ModelError for one that cannot be served."""
-        given = read_adapter(folder, self._model, self.max_rank)
-        return {path: {shard: one.to(self.dtype) for shard, one in its.items()} for path, its in given.items()}
+        reading, self._reading = self._reading, None
+        if reading is not None and reading[0] == folder:
+            return reading[1].result()
+        return self._read(folder)
+
+    def _read(self, folder: Path) -> AdapterMatrices:
+        with cpu_threads(1):  # matrices are small: to wake other threads for each takes longer, above all busy ones
+            given = read_adapter(folder, self._model, self.max_rank)
+            return {path: {shard: one.to(self.dtype) for shard, one in its.items()} for path, its in given.items()}
 
     def keep(self, number: int, matrices: AdapterMatrices) -> None:
         """Keep an adapter under a number that no other has had. matrices: of `read`."""
@@ -122,30 +157,40 @@ class RankAdapters:
         """Forget an adapter that no request uses any more."""
         self.by_number.pop(number, None)
 
+    def allocate_slots(self, device: torch.device) -> SlotMemory:
+        """Take memory for the slots, and have the products read it."""
+        slots = SlotMemory(SlotLayout(self.layers, self.max_rank), self.num_slots, self.dtype, device)
+        for path, product in self.products.items():
+            product.matrices = slots.matrices[path]
+        return slots
+
     def free_slots(self) -> None:
         """Free the memory of the slots."""
         for product in self.products.values():
-            product.slots = None
+            product.matrices = None
 
 
 class AdapterSlots(RowState):
     """Holds the adapters that lie on the device, and which of them each row has.
 
     num_rows: of the step tables, without the spare one. are_used: whether a row of the step has an adapter; if none
-    has, it runs as without adapters.
+    has, it runs as without adapters. prefill_graphs: of steps without adapters, and here of those with some.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("adapter",)
 
-    def __init__(self, adapters: RankAdapters, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, adapters: RankAdapters, num_rows: int, device: torch.device, prefill_graphs: PrefillGraphs
+    ) -> None:
         super().__init__()
-        self._adapters, self._no_slot = adapters, adapters.num_slots
-        self.are_used = False
+        self._adapters, self._slots = adapters, adapters.allocate_slots(device)
+        self._no_place = self._slots.num_places
+        self.are_used, self.prefill_graphs = False, PrefillGraphs()
+        if isinstance(prefill_graphs.small, DecoderPrefillGraphs):
+            self.prefill_graphs = PrefillGraphs(AdaptedPrefillGraphs(prefill_graphs.small, self._no_place, device))
         self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters
-        # And of the spare row; `_no_slot` where a row has no adapter.
-        self._slots_of_rows = torch.full((num_rows + 1,), self._no_slot, dtype=torch.int32, device=device)
-        for path, product in adapters.products.items():
-            product.slots = LayerSlots(adapters.layers[path], adapters.num_slots, adapters.max_rank, adapters.dtype)
+        # And of the spare row; `_no_place` where a row has no adapter.
+        self._places_of_rows = torch.full((num_rows + 1,), self._no_place, dtype=torch.int32, device=device)
 
     def admit(self, rows: Any) -> list[AdmittedRow]:
         asking = super().admit(rows)
@@ -154,13 +199,10 @@ class AdapterSlots(RowState):
 
     def remember(self, row: AdmittedRow) -> None:
         slot, number = map(int, row.options["adapter"])
-        self.by_row[row.row] = slot
         if self._held[slot] != number:
-            matrices: Mapping[str, LayerMatrices] = self._adapters.by_number[number]
-            for path, product in self._adapters.products.items():
-                assert product.slots is not None, "slots are made with what runs the steps"
-                product.slots.fill(slot, matrices.get(path, {}))
+            self._slots.fill(slot, self._adapters.by_number[number])
             self._held[slot] = number
+        self.by_row[row.row] = self._slots.place_of(slot)
 
     def release(self, rows: Any) -> None:
         released = [row for row in rows if row in self.by_row]
@@ -168,18 +210,22 @@ class AdapterSlots(RowState):
         self._upload(released)
 
     def _upload(self, rows: Iterable[int]) -> None:
-        """Tell the device which slots these rows have."""
-        changed = [(row, self.by_row.get(row, self._no_slot)) for row in rows]
+        """Tell the device where the adapters of these rows lie."""
+        changed = [(row, self.by_row.get(row, self._no_place)) for row in rows]
         if changed:
-            pairs = numbers_to_device(changed, self._slots_of_rows.device)
-            self._slots_of_rows[pairs[:, 0]] = pairs[:, 1].int()
+            pairs = numbers_to_device(changed, self._places_of_rows.device)
+            self._places_of_rows[pairs[:, 0]] = pairs[:, 1].int()
 
     def begin_step(self, on_host: AllSections) -> bool:
         """Note, and return, whether a row of a packet's step has an adapter."""
         section = "chunks" if len(on_host.chunks) else "decode_rows"
         rows = column(on_host, section, "row").tolist() if self.by_row else ()
-        self.are_used = not self.by_row.keys().isdisjoint(rows)
+        self.use(not self.by_row.keys().isdisjoint(rows))
         return self.are_used
+
+    def use(self, are_used: bool) -> None:
+        """Say whether rows of the steps from now on have adapters."""
+        self.are_used, self._adapters.step.rows = are_used, None
 
     def of_tokens(self, step: ForwardStep) -> LoRARows | None:
         """Return which adapter each token of a step has, and have the layers add the products; None if none are used.
@@ -187,9 +233,8 @@ class AdapterSlots(RowState):
         Nothing on the device depends on which rows have adapters, so a CUDA graph may capture it.
         """
         if not self.are_used:
-            self._adapters.step.rows = None
             return None
-        slots, num_tokens = self._slots_of_rows[step.rows.long()], len(step.token_ids)
+        slots, num_tokens = self._places_of_rows[step.rows.long()], len(step.token_ids)
         if isinstance(step.attention, PrefillMetadata):
             segments, _ = ragged_indices(step.attention.cu_query_lens, num_tokens)
             slots = slots[segments]

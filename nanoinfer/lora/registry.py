@@ -15,6 +15,9 @@ from nanoinfer.lora.lora_request import EXAMPLE, LoRARequest
 class Loader(Protocol):
     """Has all ranks keep adapters, by number: a runner, or all replicas."""
 
+    def begin_reading(self, folder: Path) -> None:
+        """Have all ranks begin to read an adapter, while steps go on. No step may be launched during the call."""
+
     def read_adapter(self, folder: Path) -> Any:
         """Return what this rank keeps of an adapter. Raises ModelError for one that cannot be served."""
 
@@ -68,7 +71,7 @@ class AdapterRegistry:
         if adapter is None:
             self._engine.guard.check()
             self._engine.check_open(is_for_steps=False)
-            matrices = self.loader.read_adapter(folder)  # steps go on meanwhile
+            matrices = self._read(folder)
             with self._lock:
                 adapter = self._by_id.get(request.lora_int_id)  # another thread may have loaded it
                 if adapter is None:
@@ -115,13 +118,19 @@ class AdapterRegistry:
         # Through a file, which all ranks and replicas can read.
         with temporary_folder(Path(adapter.request.lora_path), named_tensors) as folder:
             try:
-                matrices = self.loader.read_adapter(folder)
+                matrices = self._read(folder)
             except ModelError as error:
                 raise ModelError(f"the new matrices of {adapter.request} do not fit: {error}") from None
             with self._lock:
                 self._check_unused(adapter)
                 self._keep(adapter.request, folder, matrices)
                 self._drop(adapter)
+
+    def _read(self, folder: Path) -> Any:
+        """Read an adapter on all ranks, while steps go on; return what this rank keeps of it."""
+        with self._lock:
+            self.loader.begin_reading(folder)
+        return self.loader.read_adapter(folder)
 
     def _keep(self, request: LoRARequest, folder: Path, matrices: Any) -> Adapter:
         """Have all ranks keep an adapter, which its id stands for from now on."""

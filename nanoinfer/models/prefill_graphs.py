@@ -144,7 +144,7 @@ class SmallPrefillGraphs(ABC):
     """
 
     def __init__(self, sizes: list[int], always_served: int) -> None:
-        self.sizes, self._always_served = sizes, always_served
+        self.sizes, self.always_served = sizes, always_served
         self._num_steps = Counter[int]()  # by size
         self._graphs: dict[int, Any] = {}  # by size: what `capture` returned
         self._has_failed = False
@@ -159,7 +159,7 @@ class SmallPrefillGraphs(ABC):
 
     def serves(self, num_tokens: int, num_chunks: int) -> bool:
         """Return whether graphs pay for a step: if it has few tokens, or many short texts."""
-        if num_tokens <= self._always_served:
+        if num_tokens <= self.always_served:
             return True
         return not self._has_failed and num_tokens <= min(self.sizes[-1], MAX_MEAN_TEXT * num_chunks)
 
@@ -192,21 +192,21 @@ class SmallPrefillGraphs(ABC):
 
 
 class DecoderPrefillGraphs(SmallPrefillGraphs):
-    """Computes small prefill steps of our own decoders and encoders."""
+    """Computes small prefill steps of our own decoders and encoders. buffers: of other graphs; None for its own."""
 
-    def __init__(self, decoder: Decoder, sizes: list[int], always_served: int) -> None:
+    def __init__(self, decoder: Decoder, sizes: list[int], always_served: int, buffers: Buffers | None = None) -> None:
         super().__init__(sizes, always_served)
-        self._decoder, self._buffers = decoder, Buffers.of(decoder, sizes[-1])
-        self._buffers.clear()
+        self.decoder, self.buffers = decoder, buffers or Buffers.of(decoder, sizes[-1])
+        self.buffers.clear()
 
     def capture(self, size: int, pool: Any) -> PieceGraphs:
         for _ in self._pieces(size):  # compiles and warms up outside the capture
             pass
-        return PieceGraphs(self._pieces(size), len(self._decoder.layers) + 1, pool)
+        return PieceGraphs(self._pieces(size), len(self.decoder.layers) + 1, pool)
 
     def compute(self, step: ForwardStep, size: int, graphs: PieceGraphs | None) -> Tensor:
         pieces = self._pieces(size) if graphs is None else graphs.replay()
-        return run_pieces(pieces, self._buffers.first(len(step.token_ids)), self._decoder, step)
+        return run_pieces(pieces, self.buffers.first(len(step.token_ids)), self.decoder, step)
 
     def _pieces(self, size: int) -> Iterator[None]:
-        return plain_pieces(self._decoder, self._buffers.first(size))
+        return plain_pieces(self.decoder, self.buffers.first(size))

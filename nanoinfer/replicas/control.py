@@ -25,6 +25,9 @@ class ReplicaAdapters:
     def __init__(self, engine: ReplicatedEngine) -> None:
         self._engine = engine
 
+    def begin_reading(self, folder: Path) -> None:
+        """Leave it to the replicas, which read it where they keep it."""
+
     def read_adapter(self, folder: Path) -> None:
         """Leave it to the replicas, which read it where they keep it."""
 

@@ -94,6 +94,10 @@ class DeviceRunner:
         with computing(self.device, num_threads=None):
             return table.read(block_ids, start, end)
 
+    def begin_reading(self, folder: Path) -> None:
+        """Begin to read an adapter in a thread."""
+        self._rank_adapters.begin_reading(folder)
+
     def read_adapter(self, folder: Path) -> AdapterMatrices:
         """Return what this rank keeps of an adapter. Raises ModelError for one that cannot be served."""
         return self._rank_adapters.read(folder)

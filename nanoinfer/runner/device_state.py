@@ -69,9 +69,12 @@ class DeviceState:
 
     def prefill_graph(self, step: ForwardStep, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
         """Return what computes a prefill step of so many chunks by graphs; None if the model is to compute it."""
-        if step.adapters is not None or step.images is not None:
+        if step.images is not None:
             return None
-        return self.buffers.prefill_graphs.choose(len(step.token_ids), num_chunks)
+        graphs = self.buffers.prefill_graphs
+        if step.adapters is not None and self.adapters is not None:
+            graphs = self.adapters.prefill_graphs
+        return graphs.choose(len(step.token_ids), num_chunks)
 
     def read(self, header: Header, packet: Packet) -> AllSections:
         """Return the sections of a packet, with image tokens in the places of images."""

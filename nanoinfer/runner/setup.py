@@ -34,7 +34,6 @@ from nanoinfer.models.interface import Model
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import (
     DecodeGraphs,
-    Forward,
     graph_sizes,
     several_tokens_graph_sizes,
     sharing_graph_sizes,
@@ -247,11 +246,12 @@ class Setup:
         has_decode_graphs = self.uses_graphs() and runner.model.generates and runner.model.captures_decode
         with runner.model.compiling_few_rows(graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
             step_bytes = memory.measure_peak_bytes(lambda: self.run_largest_prefills(runner, limits), self.device)
-        graph_bytes = self._measure_decode_graphs(limits, runner.decode) if has_decode_graphs else 0
+        graph_bytes = self._measure_decode_graphs(limits, runner) if has_decode_graphs else 0
         small_prefill_graphs = runner.state.buffers.prefill_graphs.small
         if small_prefill_graphs is not None:
             capture, sizes = small_prefill_graphs.graphs_of, small_prefill_graphs.sizes
-            graph_bytes += memory.measure_graph_bytes(capture, sizes, len(sizes), self.device)
+            num_bytes = memory.measure_graph_bytes(capture, sizes, len(sizes), self.device)
+            graph_bytes += num_bytes * (1 if runner.state.adapters is None else 2)  # steps with adapters have their own
         return replace(self.memory_use(free_at_start), step=step_bytes, graphs=graph_bytes)
 
     def run_largest_prefills(self, runner: ModelRunner, limits: RunnerLimits) -> None:
@@ -261,7 +261,7 @@ class Setup:
         of_images = None if runner.state.images is None else runner.state.images.reserve_largest()
         for num_tokens, uses_adapters in product(sizes, (True, False) if adapters else (False,)):
             if adapters is not None:
-                adapters.are_used = uses_adapters
+                adapters.use(uses_adapters)
             step = runner.planned(largest_prefill(runner.state.tables, rows, num_tokens))
             hidden = runner.forward(step)
             if runner.model.generates:
@@ -272,25 +272,30 @@ class Setup:
             del step, hidden  # until here, as in a step of a user's
         del of_images
 
-    def _measure_decode_graphs(self, limits: RunnerLimits, decode: Forward) -> int:
+    def _measure_decode_graphs(self, limits: RunnerLimits, runner: ModelRunner) -> int:
         shares_prefixes = limits.max_prefix_sharers > 1 and self.config.enable_prefix_caching
         sizes, num_tokens = graph_sizes(limits.max_num_seqs), limits.max_row_tokens
-        count = len(sizes)
+        late_sizes = several_tokens_graph_sizes(sizes)
+        count, num_late = len(sizes), len(late_sizes) * len(row_sizes(num_tokens)) * (1 + shares_prefixes)
 
         def capture(some: list[int]) -> DecodeGraphs:
-            graphs = DecodeGraphs(decode, some, sharing_sizes=[], device=self.device)
+            graphs = DecodeGraphs(runner.decode, some, sharing_sizes=[], device=self.device)
             for size in some if num_tokens > 1 else ():
                 rows = torch.full((size,), PADDING_ROW, dtype=torch.int32, device=self.device)
                 graphs.replay(DecodeBatch(rows, None, num_tokens, torch.ones_like(rows)))
             return graphs
 
         if num_tokens > 1:
-            num_several = len(several_tokens_graph_sizes(sizes)) * len(row_sizes(num_tokens))
-            count = max(count, num_several * (1 + shares_prefixes))
+            count = max(count, num_late)
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
-        if self.config.enable_lora:  # steps with adapters have graphs of their own
-            count += (1 + shares_prefixes) * len(several_tokens_graph_sizes(sizes))
-        return memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
+        graph_bytes = memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
+        adapters = runner.state.adapters
+        if adapters is not None:  # steps with adapters have graphs of their own
+            adapters.use(True)
+            num_late = max(num_late, len(late_sizes) * (1 + shares_prefixes))
+            graph_bytes += memory.measure_graph_bytes(capture, late_sizes, num_late, self.device)
+            adapters.use(False)
+        return graph_bytes
 
     def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:
         """Return what steps need whatever the size of the cache."""
@@ -349,7 +354,7 @@ class Setup:
         row_states = [*sampler.states, pooler]
         state = DeviceState(buffers, kv_cache, tables, sampler, pooler, row_states, routing_table)
         if adapters is not None:
-            state.adapters = AdapterSlots(adapters, limits.max_num_seqs, self.device)
+            state.adapters = AdapterSlots(adapters, limits.max_num_seqs, self.device, buffers.prefill_graphs)
             row_states.append(state.adapters)
         if model.image_encoder is not None:
             state.images = ImageRows(

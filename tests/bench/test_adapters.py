@@ -16,7 +16,6 @@ def test_each_load_is_timed_without_and_with_adapters(
     monkeypatch.setattr(adapters, "find_device", lambda: "cpu")
     monkeypatch.setattr(adapters, "choose_loads", lambda *_: [Load(4, (5, 9), (3, 3), max_num_seqs=4)])
     monkeypatch.setattr(adapters, "LOADS", ("short",))
-    monkeypatch.setattr(adapters, "NUM_RUNS", 1)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "adapters", "--adapters", "2", "1", "--rank", "4", "--json", str(tmp_path / "figures.json")])
     assert ended.value.code == 0

@@ -1,6 +1,7 @@
 """Adapters on a GPU: compiled kernels against their specification, graphs that serve any adapters, whole engines."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 
 from nanoinfer import LLM, LoRARequest, SamplingParams
 from nanoinfer.device import capturing
-from nanoinfer.ops.lora.spec import LoRARows, add_lora
+from nanoinfer.ops.activations.spec import silu_and_mul
+from nanoinfer.ops.lora.spec import LoRARows, add_lora, gated_with_lora
+from tests.gpu.test_engine_gpu import assert_part_at_near_ties
 from tests.lora.adapters import merge, random_products, request, write_adapter
 from tests.models.test_architectures import draw_prompts
 
@@ -19,9 +22,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 ALL = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_slots", "max_rank"), [(1, 16), (8, 16), (64, 8), (4, 64), (2, 256), (3, 5)])
-@pytest.mark.parametrize("num_tokens", [1, 3, 16, 200, 256, 2000])
+@pytest.mark.parametrize(
+    ("dtype", "num_slots", "max_rank", "num_tokens"),
+    [
+        *((torch.bfloat16, *slots, number) for slots in ((1, 16), (64, 8)) for number in (1, 3, 16, 256, 2000, 9000)),
+        *((torch.bfloat16, *slots, number) for slots in ((4, 64), (2, 256), (3, 5)) for number in (3, 200)),
+        *((dtype, 8, 16, number) for dtype in (torch.float16, torch.float32) for number in (1, 200, 2000)),
+    ],
+    ids=str,
+)
 def test_compiled_products_equal_their_specification(
     dtype: torch.dtype, num_slots: int, max_rank: int, num_tokens: int
 ) -> None:
@@ -38,6 +47,9 @@ def test_compiled_products_equal_their_specification(
         torch.testing.assert_close(out.float() / scale, wanted / scale, atol=tolerance, rtol=0)
         has_none = rows.slots == num_slots
         assert torch.equal(out[has_none], before[has_none])
+        if len(sizes) == 2:
+            activated = gated_with_lora(before, x, rows, matrices, silu_and_mul)
+            torch.testing.assert_close(activated, silu_and_mul(out), atol=tolerance * float(scale), rtol=0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])
@@ -68,9 +80,9 @@ def adapters(random_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Te
     return [base, *found]
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_loras": 1}], ids=str)
-def test_sequences_have_the_tokens_of_their_merged_checkpoints(adapters: list[Any], options: dict[str, Any]) -> None:
-    """In float32, in decode graphs of several sizes, with steps without adapters between those with some."""
+@pytest.mark.parametrize("max_loras", [3, 1])
+def test_sequences_have_the_tokens_of_their_merged_checkpoints(adapters: list[Any], max_loras: int) -> None:
+    """In float32, whose attention has no graphs, with steps without adapters between those with some."""
     base, *pairs = adapters
     common: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.3, "max_model_len": 128}
     prompts = draw_prompts(0, (29, 30, 1, 16, 40, 63))
@@ -79,7 +91,7 @@ def test_sequences_have_the_tokens_of_their_merged_checkpoints(adapters: list[An
         with LLM(folder, **common) as llm:
             wanted.append([output.token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)])
     given: list[LoRARequest | None] = [None, *(one for one, _ in pairs)]
-    with LLM(base, enable_lora=True, **{"max_loras": 3, **options}, **common) as llm:
+    with LLM(base, enable_lora=True, max_loras=max_loras, **common) as llm:
         for num_prompts in (1, 2, 6):
             plain = llm.generate(prompts[:num_prompts], GREEDY, use_tqdm=False)
             assert [output.token_ids for output in plain] == wanted[0][:num_prompts]
@@ -91,7 +103,46 @@ def test_sequences_have_the_tokens_of_their_merged_checkpoints(adapters: list[An
             )
             for index, its in enumerate(wanted):
                 assert [output.token_ids for output in mixed[index :: len(given)]] == its[:num_prompts]
-        state: Any = llm.engine.runner.model_runner.state  # type: ignore[union-attr]
-        graphs = state.graphs_by_use[1]
-        assert (graphs is None) == bool(options.get("enforce_eager"))
-        assert graphs is None or graphs._graphs
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_graphs_and_eager_steps_with_adapters_give_the_same_tokens(
+    adapters: list[Any], quantization: str | None
+) -> None:
+    """In bfloat16, as many rows as a graph has, so that products have the same shape; each adapter has its own."""
+    base, *pairs = adapters
+    prompts, params = draw_prompts(1, [20] * 16), replace(GREEDY, logprobs=5)
+    given: list[LoRARequest | None] = [None, *(one for one, _ in pairs)] * 4
+    common: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "max_model_len": 128}
+    answers = []
+    for eager in (False, True):
+        with LLM(base, enable_lora=True, max_loras=3, enforce_eager=eager, quantization=quantization, **common) as llm:
+            plain = llm.generate(prompts, params, use_tqdm=False)
+            mixed = llm.generate(prompts, params, use_tqdm=False, lora_request=given)
+            answers.append([*plain, *mixed])
+            state: Any = llm.engine.runner.model_runner.state  # type: ignore[union-attr]
+            graphs = state.graphs_by_use[1]
+            assert (graphs is None) == eager
+            assert graphs is None or graphs._graphs
+    num_equal = sum(assert_part_at_near_ties(one, other) for one, other in zip(*answers, strict=True))
+    assert num_equal >= 28, f"{num_equal} of 32 answers agree"
+    for one, without, its in zip(given, answers[0][:16], answers[0][16:], strict=True):
+        if one is None:
+            assert_part_at_near_ties(without, its)
+        else:
+            assert without.token_ids != its.token_ids
+
+
+def test_adapters_that_change_places_while_others_run_have_their_own_tokens(adapters: list[Any]) -> None:
+    """Two slots and three adapters, of which one always waits: each is copied while steps with another one run."""
+    base, *pairs = adapters
+    common: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "max_model_len": 128}
+    prompts = draw_prompts(2, [20] * 24)
+    params = [replace(GREEDY, max_tokens=4 + 5 * (index % 4), logprobs=5) for index in range(24)]
+    given = [pairs[(index // 2) % 3][0] for index in range(24)]
+    with LLM(base, enable_lora=True, max_loras=2, max_num_seqs=4, **common) as llm:
+        mixed = llm.generate(prompts, params, use_tqdm=False, lora_request=given)
+    with LLM(base, enable_lora=True, max_loras=3, max_num_seqs=4, overlap=False, **common) as llm:
+        wanted = llm.generate(prompts, params, use_tqdm=False, lora_request=given)
+    num_equal = sum(assert_part_at_near_ties(one, other) for one, other in zip(wanted, mixed, strict=True))
+    assert num_equal >= 20, f"{num_equal} of 24 answers agree"

@@ -167,10 +167,10 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
                 rows = torch.full((size,), -1, dtype=torch.int32)
                 steps.decode(DecodeBatch(rows))
             if steps.state.adapters is not None:
-                steps.state.adapters.are_used = True
+                steps.state.adapters.use(True)
                 for size in several_tokens_graph_sizes(graph_sizes(max_num_seqs)):
                     steps.decode(DecodeBatch(torch.full((size,), -1, dtype=torch.int32)))
-                steps.state.adapters.are_used = False
+                steps.state.adapters.use(False)
             steps.state.kv_cache.copy_blocks(torch.zeros(1, 3, dtype=torch.int32))
             for num_best in (0, 1, MAX_SCANNED):
                 compute_logprobs(steps.state.buffers.logits[:1], torch.zeros(1, dtype=torch.int32), num_best)

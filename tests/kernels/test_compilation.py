@@ -81,7 +81,7 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     )
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and has_wide_experts)
     has_adapters = "enable_lora" in options
-    assert ({"_shrink_kernel", "_expand_kernel"} <= names) == has_adapters
+    assert ({"_shrink_kernel", "_expand_kernel", "_gated_kernel"} <= names) == has_adapters
     in_16_bits = has_adapters or not options
     assert ("_few_rows_product_kernel" in names) == (capability >= 90 and model == "Qwen3" and in_16_bits)
     assert ({"_convolve_kernel", "_prepare_chunks_kernel", "_pass_states_kernel", "_gated_norm_kernel"} <= names) == (

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanoinfer.ops.lora.spec import LoRARows, add_lora
+from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from nanoinfer.ops.lora.spec import LoRARows, add_lora, gated_with_lora
 
 triton = pytest.importorskip("triton")
 
@@ -49,6 +50,26 @@ def test_products_of_adapters_equal_their_specification(
     kernels.add_lora(first_out, x, rows, matrices)
     assert rows.plan is plan, "the layers of a step share its plan"
     torch.testing.assert_close(first_out, out)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul, gelu_and_mul])
+@pytest.mark.parametrize(
+    ("slots", "num_slots", "num_inputs", "size", "max_rank"),
+    [
+        ([0], 1, 96, 40, 16),
+        ([2], 2, 96, 70, 16),
+        ([3, 0, 3, 1] * 12, 4, 300, 70, 5),
+        ([0, 1, 2], 2, 40, 24, 80),
+    ],
+)
+def test_gate_and_up_are_expanded_and_activated_at_once(
+    slots: list[int], num_slots: int, num_inputs: int, size: int, max_rank: int, activation: Any
+) -> None:
+    x, gate_up, rows, matrices = random_products(slots, num_slots, num_inputs, (size, size), max_rank)
+    out = kernels.gated_with_lora(gate_up, x, rows, matrices, activation)
+    assert not torch.allclose(out, activation(gate_up)) or slots == [num_slots]
+    torch.testing.assert_close(out, gated_with_lora(gate_up, x, rows, matrices, activation), atol=1e-4, rtol=1e-4)
 
 
 def test_few_tokens_are_split_and_the_parts_added_up(monkeypatch: pytest.MonkeyPatch) -> None:

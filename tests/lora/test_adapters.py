@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 
 from nanoinfer import LLM, ConfigError, EngineStateError, LoRARequest, ModelError, RequestError, SamplingParams
 from nanoinfer.errors import EngineClosedError
+from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
+from nanoinfer.models.execution import PrefillGraphs, small_prefill_graphs
+from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
 from tests.lora.adapters import merge, request, write_adapter
 from tests.models.test_architectures import draw_prompts
 
@@ -201,7 +204,7 @@ def test_a_hundred_adapters_by_turns_leave_nothing_behind(llm: LLM, base: Path, 
 def test_steps_with_an_adapter_replay_graphs_of_their_own(
     llm: LLM, requests: list[Any], merged: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those in the place of CUDA graphs here compute a step as without; small prefill graphs serve no adapters."""
+    """Those in the place of CUDA graphs here compute a step as without; so do those of small prefill steps."""
     engine: Any = llm.engine
     runner, used = engine.runner.model_runner, list[str]()
 
@@ -220,6 +223,24 @@ def test_steps_with_an_adapter_replay_graphs_of_their_own(
             check(outputs, [merged[0][0], merged[0 if given[1] is None else 1][1]])
     finally:
         runner.state.decode_graphs = None
+
+
+def test_padded_prefill_steps_give_the_tokens_of_whole_ones(
+    llm: LLM, requests: list[Any], merged: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What graphs of small prefill steps compute: the tokens in buffers, and padding after them, without adapters."""
+    monkeypatch.setattr("nanoinfer.models.prefill_graphs.STEPS_BEFORE_CAPTURE", 100)
+    engine: Any = llm.engine
+    state = engine.runner.model_runner.state
+    small = small_prefill_graphs(engine.runner.model.model, 128, only_pools=False)
+    assert isinstance(small, DecoderPrefillGraphs)
+    graphs = AdaptedPrefillGraphs(small, state.adapters._no_place, torch.device("cpu"))
+    monkeypatch.setattr(state.adapters, "prefill_graphs", PrefillGraphs(graphs))
+    llm.reset_prefix_cache()
+    for index in (1, 2, 0):
+        outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[requests[index], requests[1]])
+        check(outputs, [merged[index][0], merged[1][1]])
+    assert graphs._num_steps == {64: 3}
 
 
 def test_an_id_stands_for_one_folder_until_it_is_removed(llm: LLM, trio: Trio, requests: list[Any]) -> None:

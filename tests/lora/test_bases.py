@@ -72,8 +72,9 @@ def test_products_and_caches_in_fewer_bits(
         layer = engine.runner.model.model.layers[1].mlp.down_proj
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
         product, matrices = layer.quant_method, load_file(adapter / "adapter_model.safetensors")
-        step = engine.runner.adapters.step
-        step.rows = LoRARows(torch.tensor([0, 1, 0], dtype=torch.int32))
+        step, rows = engine.runner.adapters.step, engine.runner.model_runner.state.adapters.by_row
+        [place] = {*rows.values()}
+        step.rows = LoRARows(torch.tensor([place, len(product.matrices.a), place], dtype=torch.int32))
         changed = [product.apply(layer, x, None), product.apply_split(layer, x, None).sum(0)]
         step.rows = None
         plain = product.apply(layer, x, None)

@@ -54,7 +54,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         small, num_tokens = of_decoders[id(decoder)], len(step.token_ids)
         if small is None or not step.attention.is_prefill or num_tokens > 24:
             return forward(decoder, step)
-        for buffer in small._buffers:
+        for buffer in small.buffers:
             buffer[num_tokens:] = torch.nan  # what is padding reaches no token
         found.append((min(size for size in small.sizes if size >= num_tokens), False))
         return small(step)
@@ -115,7 +115,7 @@ def test_models_that_only_pool_have_larger_sizes() -> None:
 
 def test_graphs_of_large_sizes_are_for_short_texts() -> None:
     small = DecoderPrefillGraphs.__new__(DecoderPrefillGraphs)
-    small.sizes, small._always_served, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
+    small.sizes, small.always_served, small._has_failed = [256, 1024, 2048, 4096, 16384], 256, False
     served = [(256, 1), (257, 3), (2048, 16), (12800, 100), (16384, 128)]
     others = [(257, 2), (2048, 15), (12801, 100), (16384, 127), (16385, 512)]
     assert [small.serves(*step) for step in served + others] == [True] * 5 + [False] * 5

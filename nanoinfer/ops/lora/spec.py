@@ -3,6 +3,7 @@
 LoRA is by Hu et al. 2021; batches of several adapters by Chen et al. (Punica) and Sheng et al. (S-LoRA), 2023.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,3 +53,16 @@ def add_lora(out: Tensor, x: Tensor, rows: LoRARows, matrices: LoRAMatrices) -> 
             for part in parts:
                 out[:, start : start + part.shape[1]].index_add_(0, tokens, part)
                 start += part.shape[1]
+
+
+@op
+def gated_with_lora(
+    gate_up: Tensor, x: Tensor, rows: LoRARows, matrices: LoRAMatrices, activation: Callable[[Tensor], Any]
+) -> Tensor:
+    """Return what a gated activation makes of `gate_up` + x A^T B^T, (num_tokens, size); `gate_up` may change.
+
+    gate_up: (num_tokens, 2 * size). activation: of ops/activations. The rest is as for add_lora.
+    """
+    add_lora(gate_up, x, rows, matrices)
+    gated: Tensor = activation(gate_up)
+    return gated

@@ -1,0 +1,116 @@
+"""The memory on the device for the matrices of adapters, and how an adapter gets there while steps run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.device import cpu_threads, record_event, zeros
+from nanoinfer.layers.linear import ColumnParallelLinear
+from nanoinfer.lora.adapter_weights import AdapterMatrices, shards_of
+from nanoinfer.ops.lora.spec import LoRAMatrices
+
+ALIGNMENT = 64  # numbers: the matrices of each layer begin at a multiple of it
+
+
+class SlotLayout:
+    """Says where the matrices of each layer lie in a slot, which is one piece of memory.
+
+    layers: those that adapters can change, by path. num_values: of a slot.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], max_rank: int) -> None:
+        self._shards = {path: shards_of(layer) for path, layer in layers.items()}
+        # By path: the offsets and shapes of A and of B in a slot, and the outputs of each shard.
+        self._places: dict[str, tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]] = {}
+        self.num_values = 0
+        for path, layer in layers.items():
+            (num_outputs, num_inputs), sizes = layer.full_shape, list[int]()
+            if isinstance(layer, ColumnParallelLinear):
+                sizes += layer.local_sizes.values()
+            else:
+                sizes.append(num_outputs)
+                num_inputs = layer.tp.shard_size(num_inputs, "row-parallel input size")
+            a = self._take(len(sizes) * max_rank, num_inputs)
+            self._places[path] = a, self._take(sum(sizes), max_rank), tuple(sizes)
+
+    def _take(self, num_lines: int, width: int) -> tuple[int, int, int]:
+        offset = self.num_values
+        self.num_values += -(-num_lines * width // ALIGNMENT) * ALIGNMENT
+        return offset, num_lines, width
+
+    def matrices(self, slots: Tensor) -> dict[str, LoRAMatrices]:
+        """Return the matrices of each layer by its path. slots: (num_slots, num_values)."""
+
+        def view(offset: int, num_lines: int, width: int) -> Tensor:
+            return slots[:, offset : offset + num_lines * width].unflatten(1, (num_lines, width))
+
+        return {path: LoRAMatrices(view(*a), view(*b), sizes) for path, (a, b, sizes) in self._places.items()}
+
+    def write(self, adapter: AdapterMatrices, matrices: Mapping[str, LoRAMatrices], slot: int) -> None:
+        """Write an adapter to a slot of these matrices; what it does not have is 0, and adds nothing."""
+        for path, (a, b, sizes) in matrices.items():
+            of_layer = adapter.get(path, {})
+            places = zip(self._shards[path], a[slot].chunk(len(sizes)), b[slot].split(sizes), strict=True)
+            for shard, its_a, its_b in places:
+                rank = 0
+                if shard in of_layer:
+                    given = of_layer[shard]
+                    rank = len(given.a)
+                    its_a[:rank].copy_(given.a)
+                    its_b[:, :rank].copy_(given.b)
+                its_a[rank:].zero_()
+                its_b[:, rank:].zero_()
+
+
+class SlotMemory:
+    """Holds the adapters that lie on the device, each in a place of its own.
+
+    There is one place more than slots: a new adapter is copied there while steps may still read the one that it
+    replaces. On a GPU it goes through pinned memory, by one copy on a stream of its own.
+    """
+
+    def __init__(self, layout: SlotLayout, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._values = zeros((num_slots + 1, layout.num_values), dtype, device)
+        self.matrices = layout.matrices(self._values)  # by the path of a layer
+        self._places = [*range(num_slots)]  # of the slots
+        self._spare = num_slots
+        self._spare_left: torch.cuda.Event | None = None  # what read the spare place before
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._staged = torch.empty(1, layout.num_values, dtype=dtype, pin_memory=True)
+            self._staged_matrices = layout.matrices(self._staged)
+            self._stream = torch.cuda.Stream(device)
+
+    @property
+    def num_places(self) -> int:
+        return len(self._values)
+
+    def place_of(self, slot: int) -> int:
+        """Return where the adapter of a slot lies: an index of the matrices."""
+        return self._places[slot]
+
+    def fill(self, slot: int, adapter: AdapterMatrices) -> None:
+        """Put an adapter into a slot, for the steps from now on. Does not wait for steps that run."""
+        place = self._spare
+        with cpu_threads(1):  # as in `RankAdapters.read`
+            if self._device.type == "cpu":
+                self._layout.write(adapter, self.matrices, place)
+            else:
+                self._upload(adapter, place)
+        self._spare, self._places[slot] = self._places[slot], place
+        self._spare_left = record_event(self._device)
+
+    def _upload(self, adapter: AdapterMatrices, place: int) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()  # the pinned memory is read no more
+        self._layout.write(adapter, self._staged_matrices, 0)
+        with torch.cuda.stream(self._stream):
+            if self._spare_left is not None:
+                self._stream.wait_event(self._spare_left)
+            self._values[place].copy_(self._staged[0], non_blocking=True)
+            self._copied = record_event(self._device)
+        assert self._copied is not None, "a GPU has events"
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
