@@ -171,7 +171,8 @@ class ImageReader:
                     "each image, or a text between them",
                     "invalid_image",
                 )
-            images.append(ProcessedImage(start, last + 1 - start, picture.tensors, key))
+            start, end = start - picture.num_before, last + 1 + picture.num_after
+            images.append(ProcessedImage(start, end - start, picture.tensors, key))
             num_before += num_tokens
         return ProcessedPrompt(ids, images, image_token_id)
 
