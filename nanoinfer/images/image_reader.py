@@ -150,6 +150,11 @@ class ImageReader:
                 for other in coming[place:]:
                     other.cancel()
                 raise error.within(f"image {place}") from error
+            except Exception as error:  # there may be no memory for it
+                raise RequestError(
+                    f"image {place} cannot be loaded ({type(error).__name__}: {error}); give a smaller one",
+                    "invalid_image",
+                ) from error
         if isinstance(given.prompt, str):
             ids = self._encode(given, [one.picture for one in loaded], add_special_tokens, longest_text)
         else:
