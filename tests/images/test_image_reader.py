@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,6 +190,24 @@ def test_parts_are_written_as_openai_transformers_and_vllm_write_them(
     [image] = reader.process(rendered(reader, conversation(filled, "?"))).images
     [meant] = reader.process(rendered(reader, conversation(picture(60, 40), "?"))).images
     assert image.key == meant.key
+
+
+def test_several_images_are_a_list_or_an_array_of_four_dimensions(reader_of: Callable[..., ImageReader]) -> None:
+    reader, arrays = reader_of("llava"), [np.asarray(picture(30, 30, seed)) for seed in (0, 1)]
+    several: list[Any] = [arrays, tuple(arrays), np.stack(arrays), torch.from_numpy(np.stack(arrays))]
+    for name, given in zip(("image", "images", "image", "image"), several, strict=True):
+        processed = reader.process(as_prompt({"prompt": "<image><image>", "multi_modal_data": {name: given}}))
+        assert len(processed.images) == 2
+        assert processed.images[0].key != processed.images[1].key
+    [one] = reader.process(as_prompt({"prompt": "<image>", "multi_modal_data": {"image": arrays[0]}})).images
+    assert one.key == processed.images[0].key
+
+
+def test_a_prompt_without_data_is_a_text() -> None:
+    for data in ({}, None):
+        given = {"prompt": "a", "multi_modal_data": data, "mm_processor_kwargs": {"size": 3} if data == {} else None}
+        assert as_prompt(given) == "a"
+    assert as_prompt({"prompt_token_ids": [3], "multi_modal_data": {}}) == [3]
 
 
 @pytest.mark.parametrize(
