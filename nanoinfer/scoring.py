@@ -46,9 +46,9 @@ class ScoringMethods:
 
         Two texts are joined before they are tokenized, as the model would read them. The completion begins where the
         tokens of the whole differ from those of the prompt alone, so a token across the border belongs to the
-        completion. If that leaves no token for the prompt, or if either is given as token ids, each is tokenized by
-        itself. Prompts that begin alike share the computation of what is alike. Raises RequestError for a pair that
-        cannot be served, and where `logprobs_mode` is one of logits.
+        completion. If that leaves no token for the prompt, if either is given as token ids, or if the prompt has
+        images, each is tokenized by itself. Prompts that begin alike share the computation of what is alike. Raises
+        RequestError for a pair that cannot be served, and where `logprobs_mode` is one of logits.
         """
         self.engine.check_open()
         check_scores(self.config.logprobs_mode)
@@ -85,7 +85,7 @@ class Pairs:
     def prepare_portions(self, on_error: OnError) -> Portions:
         """Return the requests of all pairs. Raises RequestError for those that cannot be served, unless told not to."""
         check_on_error(on_error)
-        return Portions(self._prepare, range(len(self._firsts)), self._preparer.portion_size, on_error)
+        return self._preparer.portions(self._prepare, range(len(self._firsts)), self._firsts, on_error)
 
     def scores(self, outputs: Sequence[RequestOutput]) -> Scores:
         """Return the score of each pair, given the outputs of their requests in order."""
@@ -108,6 +108,7 @@ def scoring_request(pair: EncodedPair) -> PreparedRequest:
         packed_ids=pair.packed_ids,
         sampling_params=SCORING,
         prompt_logprobs_start=len(pair.prompt),
+        images=pair.images,
     )
 
 

@@ -304,7 +304,8 @@ class Job:
             if params.structured_outputs is not None:
                 compiling = self._background.submit(self._preparer.compile_grammars, [params])
             question = Question(line, custom_id, body, params, compiling, lora)
-            if self._image_reader is not None and has_images(body.get("messages")):
+            given = [body["messages"]] if "messages" in body else body.get("prompt", body.get("input", ()))
+            if self._image_reader is not None and any(map(has_images, given)):
                 return question._replace(compiling=self._with_images.submit(self._prepare, question))
             return question
         except Exception as error:

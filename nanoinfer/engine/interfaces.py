@@ -135,6 +135,12 @@ class Runner(Protocol):
     def drop_images(self, image_ids: abc.Sequence[int]) -> None:
         """Forget images that packets will not name any more."""
 
+    def take_failed_images(self) -> abc.Mapping[int, str]:
+        """Return why images of launched steps could not be encoded, by their ids; each once.
+
+        What is computed of their requests is of no use.
+        """
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
 

@@ -23,7 +23,7 @@ from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus, seed_of
 from nanoinfer.engine.token_masks import TokenMasks
-from nanoinfer.errors import EngineStateError, closed_error
+from nanoinfer.errors import EngineStateError, RequestError, closed_error
 from nanoinfer.flat_logprobs import FlatLogprobs
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.text.prompts import PreparedRequest
@@ -276,7 +276,7 @@ class LLMEngine(Engine):
         self._in_flight.popleft()
         for batch_idx, error in step.handle.errors.items():
             if token_ids[batch_idx] == NO_TOKEN:
-                step.batch.sampled[batch_idx // step.batch.num_tokens].error = error
+                step.batch.sampled[batch_idx // step.batch.num_tokens].error = RequestError(error, "logits_processor")
         num_wanted = 0
         for batch, its_token_ids, wanted in drawn_one_by_one(step.batch, token_ids, self.stats):
             self._note_finished(self.scheduler.update(batch, its_token_ids))

@@ -294,11 +294,20 @@ class Preparer:
             add_adapters(requests, adapters)
             return [*requests.values()]
 
+        at_once |= priority is not None or (are_constrained and self._constraints.takes_time(all_params))
+        return self.portions(prepare, range(len(prompts)), prompts, on_error, at_once)
+
+    def portions(
+        self, prepare: Prepare, order: Sequence[int], prompts: Sequence[Any], on_error: OnError, at_once: bool = False
+    ) -> Portions:
+        """Return the requests of a call as they are prepared. With images, threads do so ahead of need.
+
+        prompts: of the call, in their own order. The others: see `Portions`, and `prepare_portions`.
+        """
         reader = self.prompt_processor.image_reader
         if reader is not None and self.portion_size is not None and any(map(has_images, prompts)):
-            return ImagePortions(prepare, range(len(prompts)), reader, on_error)
-        at_once |= priority is not None or (are_constrained and self._constraints.takes_time(all_params))
-        return Portions(prepare, range(len(prompts)), None if at_once else self.portion_size, on_error)
+            return ImagePortions(prepare, order, reader, on_error)
+        return Portions(prepare, order, None if at_once else self.portion_size, on_error)
 
     def find_adapters(self, lora_request: Any, count: int) -> Sequence[Any] | None:
         """Return the adapter for each of `count` prompts of a call, loaded; None for a call without any.

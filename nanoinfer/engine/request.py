@@ -60,8 +60,9 @@ class Completion:
         """Read the rest, end the stream, and make the output. The tokenizer's EOS is no stop_reason."""
         seq, reason = self.seq, self.seq.finish_reason
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
+        error, kind = self._error() if reason == "error" else (None, None)
         if seq.stopping.ends_with_prompt:
-            self.output = CompletionOutput(seq.sample, "", [], reason)
+            self.output = CompletionOutput(seq.sample, "", [], reason, error=error, error_kind=kind)
             return self.output
         params, text = seq.sampling_params, self.text()
         end_text(self.logprobs, text.of_tokens)
@@ -78,7 +79,6 @@ class Completion:
         logprobs: Any = None if params.num_logprobs is None else self.logprobs
         total = None if logprobs is None else sum(logprobs_of_tokens(logprobs, token_ids))
         routed = None if self.routed_experts is None else self.routed_experts.to_array()
-        error, kind = self._error() if reason == "error" else (None, None)
         self.output = CompletionOutput(
             index=seq.sample,
             text=str(text),
@@ -97,7 +97,7 @@ class Completion:
         """Return why a token could not be drawn, and the error_kind."""
         seq = self.seq
         if seq.error:
-            return seq.error, "logits_processor"
+            return str(seq.error), seq.error.kind
         if seq.constraint and seq.constraint.error:
             return seq.constraint.error, "no_allowed_token"
         num_tokens = len(seq.token_ids) - seq.num_prompt_tokens

@@ -52,7 +52,7 @@ class Sequence:
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
-    error: str | None = None  # what the runner says of it where it cannot draw a token
+    error: Any = None  # a RequestError: why the runner cannot draw a token
     row: int | None = None  # in the device's tables, while running
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0

@@ -160,6 +160,10 @@ class ParallelRunner:
             self._writer.send(pack_command(Command.DROP_IMAGES, *image_ids))
             self._runner.drop_images(image_ids)
 
+    def take_failed_images(self) -> dict[int, str]:
+        """Return why images could not be encoded; rank 0 knows, as all ranks encode the same ones."""
+        return self._runner.take_failed_images()
+
     def sleep(self, level: int) -> None:
         """Give the devices' memory back; return when all ranks have."""
         with self._all_ranks():

@@ -1,7 +1,7 @@
 """The engine of a model that sees: it gives the images of requests virtual token ids, and the runner their contents."""
 
 from array import array
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -13,6 +13,8 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.proposer import Proposer
 from nanoinfer.engine.request import Request
 from nanoinfer.engine.sequence import Sequence as EngineSequence
+from nanoinfer.engine.sequence import SequenceStatus
+from nanoinfer.errors import RequestError
 from nanoinfer.images.processed import ProcessedImage
 from nanoinfer.images.virtual_ids import KnownImage, VirtualIds
 from nanoinfer.images.whole_images import WholeImages
@@ -68,6 +70,34 @@ class ImageEngine(LLMEngine):
         unused = [image.first_id for image in held if self.virtual_ids.release(image)]
         if unused and self.runner is not None and not self.runner.closed:
             self.runner.drop_images(unused)
+
+    def _launch(self) -> bool:
+        is_launched = super()._launch()
+        if is_launched and (failed := self.check_open().take_failed_images()):
+            self._end_failed(failed)
+        return is_launched
+
+    def _end_failed(self, failed: Mapping[int, str]) -> None:
+        """End the requests with images that could not be encoded, with an error. failed: the reasons, by first id."""
+        ending: list[EngineSequence] = []
+        for request_id, images in self._images.items():
+            wrong = next((number for number, image in enumerate(images) if image.first_id in failed), None)
+            if wrong is None or request_id not in self._requests:
+                continue
+            reason = failed[images[wrong].first_id]
+            remedy = "crop it, or change its size"
+            error = RequestError(f"image {wrong} cannot be encoded ({reason}); {remedy}", "invalid_image")
+            for completion in self._requests[request_id].completions:
+                if completion.seq.status is not SequenceStatus.FINISHED:
+                    completion.seq.error = error
+                    ending.append(completion.seq)
+        self._collect_until(max_in_flight=0)
+        unfinished = [seq for seq in ending if seq.status is not SequenceStatus.FINISHED]
+        self.scheduler.abort({seq.seq_id for seq in unfinished})
+        self._note_finished(unfinished)
+        for seq in ending:
+            seq.finish_reason = "error"
+        self.reset_prefix_cache()  # which may have what was computed of these images
 
     def _hand_over(self) -> None:
         try:

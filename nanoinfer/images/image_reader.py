@@ -150,6 +150,11 @@ class ImageReader:
                 for other in coming[place:]:
                     other.cancel()
                 raise error.within(f"image {place}") from error
+            except Exception as error:  # there may be no memory for it
+                raise RequestError(
+                    f"image {place} cannot be loaded ({type(error).__name__}: {error}); give a smaller one",
+                    "invalid_image",
+                ) from error
         if isinstance(given.prompt, str):
             ids = self._encode(given, [one.picture for one in loaded], add_special_tokens, longest_text)
         else:
@@ -171,7 +176,8 @@ class ImageReader:
                     "each image, or a text between them",
                     "invalid_image",
                 )
-            images.append(ProcessedImage(start, last + 1 - start, picture.tensors, key))
+            start, end = start - picture.num_before, last + 1 + picture.num_after
+            images.append(ProcessedImage(start, end - start, picture.tensors, key))
             num_before += num_tokens
         return ProcessedPrompt(ids, images, image_token_id)
 

@@ -16,7 +16,8 @@ class ProcessedImage:
 
     start, num_tokens: the span of the prompt's token ids from the first to the last that stands for the image. Within
         the span, each token id that equals ProcessedPrompt.image_token_id is the place of one embedding, in order. A
-        span may have other tokens between them, as some models write rows and tiles apart; these are ordinary tokens.
+        span may have other tokens between them, as some models write rows and tiles apart. The model decides what it
+        reads there.
     tensors: the keywords of the model's forward for this image alone, on the CPU, by name: pixel_values,
         image_grid_thw, image_sizes, pixel_attention_mask and others, as the model's own processor makes them.
         Floating-point ones have the model's dtype. Nobody writes into them: equal images share them.

@@ -32,12 +32,15 @@ class ProcessedPicture(NamedTuple):
     """Holds what stands for a picture in any prompt.
 
     text: what takes the placeholder's place, with one image token for each run of equal ones. runs: how many image
-    tokens each of these stands for. tensors: as ProcessedImage has them.
+    tokens each of these stands for. tensors: as ProcessedImage has them. num_before, num_after: tokens before the first
+    image token, and after the last one, in whose places the model reads something of the picture, too.
     """
 
     text: str
     runs: tuple[int, ...]
     tensors: dict[str, Tensor]
+    num_before: int = 0
+    num_after: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +67,8 @@ class ImageProcessor:
             found = tokenizer.convert_tokens_to_ids(self._named_tokens("image_token")[0])
         self.image_token_id: int = found
         self.image_token: str = tokenizer.convert_ids_to_tokens(self.image_token_id)
+        # Where there is an image, the model reads something of its own in the places of these (Ovis 2).
+        self._indicators = tokenizer.convert_ids_to_tokens([*(config.get("visual_indicator_token_ids") or ())])
         self.placeholder = self._find_placeholder()
         others = self._named_tokens("image_token", "video_token", "audio_token", "boi_token")
         # What only the processor may write: the model would look for images, videos or sounds.
@@ -133,7 +138,8 @@ class ImageProcessor:
                 name: value.to(to_dtype) if value.is_floating_point() else value for name, value in tensors.items()
             }
         text, runs = join_runs(tokenizer.text, self.image_token)
-        return ProcessedPicture(text, runs, tensors)
+        around = text.partition(self.image_token)[0], text.rpartition(self.image_token)[2]
+        return ProcessedPicture(text, runs, tensors, *(sum(map(part.count, self._indicators)) for part in around))
 
 
 class _Listener:

@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ DOWNLOAD_SECONDS = 60.0
 MAX_DOWNLOAD = 100 * 2**20  # bytes
 MAX_REDIRECTS = 5
 CHUNK = 2**16  # bytes
+LONGEST_PATH = 4096  # characters
+FOR_BASE64 = "give base64 as 'data:image/png;base64,...', say"
 _loading = threading.Lock()  # held while PIL reads the file of a user's own image
 
 
@@ -56,10 +58,15 @@ def check_pillow() -> None:
 def load_picture(source: Any, rules: MediaRules) -> Any:
     """Return a picture as PIL's image in RGB. Raises RequestError for what is none, or may not be read.
 
-    source: a path, a URL (data:, file:, http:, https:), the bytes of a file, an array of pixels, or PIL's image.
+    source: a path, a URL (data:, file:, http:, https:), the bytes of a file, an array of pixels, or PIL's image; or
+    {"bytes": ..., "path": ...}, of which one is None, as `datasets` has images in its files.
     """
     from PIL import Image
 
+    if isinstance(source, Mapping) and {*source} == {"bytes", "path"}:
+        source = source["path"] if source["bytes"] is None else source["bytes"]
+    if isinstance(source, io.BytesIO):
+        source = source.getvalue()
     if isinstance(source, Image.Image):
         return _checked(lambda: _as_rgb(_loaded(source)), "the image")
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -67,6 +74,8 @@ def load_picture(source: Any, rules: MediaRules) -> Any:
     if isinstance(source, str) and not source:
         raise _invalid("the image is an empty text; give a path, or a URL")
     if isinstance(source, str) and "://" not in source[:10] and not source.startswith(("data:", "file:")):
+        if len(source) > LONGEST_PATH:
+            raise _invalid(f"the image is a text of {len(source)} characters, too long for a path; {FOR_BASE64}")
         source = Path(source)
     if isinstance(source, os.PathLike):
         return _read_file(Path(source), rules)
@@ -84,7 +93,7 @@ def _invalid(message: str) -> RequestError:
 
 
 def _read_file(path: Path, rules: MediaRules) -> Any:
-    what = f"the image file {str(path)!r}"
+    what = f"the image file {str(path)!r:.300}"
     try:
         real = path.resolve()
         if rules.folder is not None and not real.is_relative_to(Path(rules.folder).resolve()):
@@ -98,7 +107,8 @@ def _read_file(path: Path, rules: MediaRules) -> Any:
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
         if isinstance(error, RequestError):
             raise
-        raise _invalid(f"{what} cannot be read ({error}); check the path") from error
+        reason = getattr(error, "strerror", None) or error  # a system's own message has the whole path
+        raise _invalid(f"{what} cannot be read ({reason}); check the path, or {FOR_BASE64}") from error
 
 
 def _read_url(url: str, rules: MediaRules) -> Any:

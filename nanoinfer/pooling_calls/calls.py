@@ -6,12 +6,13 @@ either brings, `pooled_output.py` makes what users get.
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.preparer import Portions, Preparer
+from nanoinfer.engine.preparer import ImagePortions, Portions, Preparer
 from nanoinfer.engine.request_queue import RequestQueue
 from nanoinfer.errors import RequestError, check_names
 from nanoinfer.pooling_calls.hidden_states import HiddenStatesOptions, raising_errors
@@ -29,7 +30,8 @@ from nanoinfer.text.arguments import (
     check_on_error,
     one_for_each,
 )
-from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts
+from nanoinfer.text.image_parts import ImagePrompt
+from nanoinfer.text.prompts import PreparedRequest, PromptProcessor, find_bad_texts, text_beside_images
 
 SAMPLES_NOTHING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 PoolingArguments = PoolingParams | Sequence[PoolingParams] | None  # for all prompts, or one for each
@@ -76,6 +78,11 @@ class PoolingCalls:
         sizes = [model_config.hidden_size, *(layer.out_features for layer in config.dense)]
         self._size = len(config.labels) or sizes[-1]  # values of an embedding, or logits
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self._preparer.prompt_processor.image_reader is not None
+
     def prepare(
         self,
         makes: type[PooledOutput],
@@ -108,7 +115,8 @@ class PoolingCalls:
 
         def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
             given = {index: prompts[index] for index in indices}
-            ids, second_texts = self._tokenize(given, pairs, max_tokens, errors)
+            filled, images = self._read_images(given, max_tokens, errors)
+            ids, second_texts = self._tokenize(filled, pairs, max_tokens, errors)
             encoded, packed = self._prompt_processor.encode(ids, errors, add_special_tokens=False)
             requests = []
             for index, token_ids in encoded.items():
@@ -119,7 +127,8 @@ class PoolingCalls:
                 text, to_output = given[index], to_outputs[id(all_params[index])]
                 requests.append(
                     PreparedRequest(
-                        prompt=text if isinstance(text, str) else None,
+                        prompt=text if isinstance(text, str) else text_beside_images(text),
+                        images=images.get(index, ()),
                         token_ids=token_ids,
                         packed_ids=packed.get(index),
                         sampling_params=SAMPLES_NOTHING,
@@ -135,7 +144,23 @@ class PoolingCalls:
             portions = Portions(prepare, range(len(prompts)), None, on_error)
             return portions if wanted is None else wanted.add_to(portions)
         order = sorted(range(len(prompts)), key=lambda index: -_length(prompts[index]))
-        return Portions(prepare, order, self._preparer.portion_size, on_error)
+        return self._preparer.portions(prepare, order, prompts, on_error)
+
+    def _read_images(
+        self, prompts: Mapping[int, Prompt], max_tokens: int | None, errors: Errors
+    ) -> tuple[dict[int, Prompt], dict[int, tuple[Any, ...]]]:
+        """Return prompts with token ids in place of those with images, and the processed images, both by index."""
+        given = {index: prompt for index, prompt in prompts.items() if isinstance(prompt, ImagePrompt)}
+        reader = self._preparer.prompt_processor.image_reader
+        if reader is None or not given:  # without a reader, they are refused as no prompts
+            return dict(prompts), {}
+        filled, images = reader.read(given, True, self._prompt_processor.longest_text, errors)
+        for index in images.keys() - errors.keys():
+            if max_tokens is not None and len(cast("list[int]", filled[index])) > max_tokens:
+                errors[index] = RequestError(
+                    f"prompt {index} has images, and truncate_prompt_tokens would cut it; shorten its text"
+                )
+        return {**prompts, **filled}, images
 
     def _tokenize(
         self, prompts: Mapping[int, Prompt], pairs: Mapping[int, str], max_tokens: int | None, errors: Errors
@@ -178,7 +203,8 @@ class PoolingCalls:
     def run(self, portions: Portions, use_tqdm: bool, wanted: HiddenStatesOptions | None = None) -> PoolingOutputs[Any]:
         """Run requests to their end; outputs come in the order of the prompts. wanted: hidden states, too."""
         queue, steps = self._queue, self._pooling_steps
-        if wanted is None and steps is not None and steps.serves(portions.first):
+        has_images = isinstance(portions, ImagePortions)
+        if wanted is None and steps is not None and not has_images and steps.serves(portions.first):
             queue = self.text_queue
         progress = Progress(queue.engine.metrics, portions.num_requests, use_tqdm, reads="Reading")
         with progress, raising_errors(wanted, progress.show) as show:
@@ -200,7 +226,14 @@ class PoolingCalls:
                 f"prompt_name={name!r}: {self._model} leaves prompts out of what it pools (include_prompt), which is "
                 "not supported; use sentence-transformers"
             )
-        return [text + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [_after(text, prompt) for prompt in prompts]
+
+
+def _after(text: str, prompt: Prompt) -> Prompt:
+    """Return a prompt that begins with a text, unless it is given as token ids."""
+    if isinstance(prompt, ImagePrompt) and isinstance(prompt.prompt, str):
+        return replace(prompt, prompt=text + prompt.prompt)
+    return text + prompt if isinstance(prompt, str) else prompt
 
 
 def without_padding(token_ids: list[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """The methods of `LLM` for models that pool: embeddings, classes, rewards."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -160,6 +161,12 @@ class PoolingMethods:
         return await self._pool(PooledReward, prompts, pooling_params, prompt_name, **options)
 
     async def _pool(self, *arguments: Any, **options: Any) -> PoolingOutputs[Any]:
-        """Prepare a call all at once, in the thread that runs the steps, and await its outputs."""
+        """Prepare a call all at once, in the thread that runs the steps, and await its outputs.
+
+        Where prompts may have images, another thread prepares it: no step is to wait for these.
+        """
         prepare = partial(self.pooling_calls.prepare, *arguments, at_once=True, **options)
+        if self.pooling_calls.reads_images:
+            portions = await asyncio.to_thread(prepare)
+            return PoolingOutputs(await self._async_calls.complete(portions.take))
         return PoolingOutputs(await self._async_calls.complete(lambda: prepare().take()))

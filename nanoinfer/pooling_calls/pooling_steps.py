@@ -63,7 +63,12 @@ class PoolingSteps:
         self._in_flight: deque[PoolingStep] = deque()  # the oldest first
 
     def serves(self, first: Sequence[PreparedRequest]) -> bool:
-        """Return whether a call's texts can be computed in such steps. first: some of them, usually the longest."""
+        """Return whether a call's texts can be computed in such steps. first: some of them, usually the longest.
+
+        Prompts with images cannot: the engine knows their images.
+        """
+        if any(request.images for request in first):
+            return False
         engine, served = self._engine, [request for request in first if request.error is None]
         if not engine.may_bypass_scheduler():
             return False

@@ -126,6 +126,11 @@ class DeviceRunner:
         if self._model_runner is not None and self._model_runner.state.images is not None:
             self._model_runner.state.images.forget(image_ids)
 
+    def take_failed_images(self) -> dict[int, str]:
+        """Return why images of launched steps could not be encoded, by their ids; each once."""
+        images = self.model_runner.state.images
+        return {} if images is None else images.take_failed()
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""
         with computing(self.device, num_threads=None):

@@ -56,6 +56,11 @@ class RowImages:
     delta: int = 0
 
 
+def described(error: Exception) -> str:
+    """Return the kind of an error, and its message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+
+
 class ImageRows:
     """Knows the images of the rows of the step tables, and has them encoded.
 
@@ -78,6 +83,7 @@ class ImageRows:
         self._encoder, self._held, self._vocab_size, self._device = encoder, held, vocab_size, device
         self._max_tokens = max_tokens
         self._rows: dict[int, RowImages] = {}
+        self._failed: dict[int, str] = {}  # why images could not be encoded, by first id, until `take_failed`
         self._encoded: OrderedDict[int, Tensor] = OrderedDict()  # by first id, the least recently used first
         # (num_rows,) int64: added to the places of tokens after images, by which they rotate.
         self._deltas = torch.zeros(num_rows, dtype=torch.int64, device=device) if encoder.has_three_positions else None
@@ -96,12 +102,21 @@ class ImageRows:
                 self._rows[row] = images = RowImages(spans)
                 if self._deltas is not None:
                     prompt = known[start : start + num_prompt_tokens].tolist()
-                    contents = [self._held[span.image_id] for span in spans]
-                    images.positions = self._encoder.positions(prompt, contents)
+                    images.positions = self._positions_of(prompt, spans)
                     images.delta = deltas[-1] = int(images.positions.max()) + 1 - num_prompt_tokens
         if self._deltas is not None:
             rows, values = numbers_to_device([[row for row, _, _ in records], deltas], self._device)
             self._deltas[rows] = values
+
+    def _positions_of(self, prompt: list[int], spans: list[Span]) -> Tensor:
+        """Return the positions of a prompt with images; any, where the model fails to count them."""
+        try:
+            return self._encoder.positions(prompt, [self._held[span.image_id] for span in spans])
+        except ModelError:
+            raise
+        except Exception as error:  # models fail in their own ways
+            self._failed |= dict.fromkeys((span.image_id for span in spans), described(error))
+            return torch.arange(len(prompt)).expand(3, -1)
 
     def _take_spans(self, token_ids: NDArray[Any]) -> Iterator[Span]:
         """Yield where images stand among the tokens of a row, whose virtual ids are replaced."""
@@ -128,6 +143,12 @@ class ImageRows:
         """Let go of images whose requests have ended."""
         for image_id in image_ids:
             self._encoded.pop(image_id, None)
+            self._failed.pop(image_id, None)
+
+    def take_failed(self) -> dict[int, str]:
+        """Return why images could not be encoded, by their first virtual ids; each once."""
+        failed, self._failed = self._failed, {}
+        return failed
 
     def with_rotary_positions(self, step: ForwardStep, batch: DecodeBatch) -> ForwardStep:
         """Return a decode step with the positions by which its tokens rotate, where images count otherwise."""
@@ -194,12 +215,27 @@ class ImageRows:
             else:
                 missing.append(image_id)
         for batch in self._batches(missing):
-            found |= zip(batch, self._encoder.encode([self._held[image_id] for image_id in batch]), strict=True)
+            found |= zip(batch, self._encode_batch(batch), strict=True)
         self._encoded |= found
         num_tokens = sum(rows.shape[1] for rows in self._encoded.values())
         while num_tokens > self._max_tokens and len(self._encoded) > len(found):
             num_tokens -= self._encoded.popitem(last=False)[1].shape[1]
         return found
+
+    def _encode_batch(self, image_ids: list[int]) -> list[Tensor]:
+        """Encode images in one call, or where that fails, each by itself. One that cannot be encoded is NaN."""
+        contents = [self._held[image_id] for image_id in image_ids]
+        try:
+            return self._encoder.encode(contents)
+        except ModelError:  # of the model, whatever the image
+            raise
+        except Exception as error:  # models fail in their own ways
+            reason = described(error)  # all else of the error holds the device's memory
+        if len(image_ids) > 1:
+            return [self._encode_batch([image_id])[0] for image_id in image_ids]
+        self._failed[image_ids[0]] = reason
+        shape = 1 + self._encoder.num_levels, len(contents[0].token_ids), self._hidden_size
+        return [torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)]
 
     def _batches(self, image_ids: list[int]) -> Iterator[list[int]]:
         """Yield images that are encoded in one call: neighbours of a kind, and not too large together."""

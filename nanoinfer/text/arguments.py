@@ -12,7 +12,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.option_fields import is_whole_number
 from nanoinfer.outputs import RequestOutput, shown
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.text.image_parts import ImagePrompt, as_image_prompt
+from nanoinfer.text.image_parts import IMAGE_PROMPT_FIELDS, ImagePrompt, as_image_prompt
 
 logger = logging.getLogger("nanoinfer")
 
@@ -89,6 +89,9 @@ def as_prompt(prompt: GivenPrompt) -> Prompt:
         return prompt
     if isinstance(prompt, Mapping):
         given = {name: value for name, value in prompt.items() if value is not None}
+        data = given.get("multi_modal_data")
+        if isinstance(data, Mapping) and not data:  # as of a text among prompts with images
+            given = {name: given[name] for name in given if name not in IMAGE_PROMPT_FIELDS[2:]}
         [(name, value)] = given.items() if len(given) == 1 else [(None, None)]
         if name == "prompt" or (name == "prompt_token_ids" and not isinstance(value, str)):
             return cast("Prompt", as_list(value))

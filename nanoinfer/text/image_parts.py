@@ -17,6 +17,7 @@ OTHER_KINDS = {
     "sound": ("audio", "audio_url", "input_audio"),
 }
 MARK = "nanoinferWritten"  # stands for a token that a user wrote himself, while a template is rendered
+NUM_DIMS_OF_SEVERAL = 4  # of an array: images, height, width, channels
 IMAGE_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs")
 
 
@@ -46,7 +47,8 @@ class ImagePrompt:
         if {*found} - {"image"}:
             raise _invalid(f"multi_modal_data has {[*self.data]!r:.200}; give {{'image': ...}}")
         images = found.get("image", [])
-        return list(images) if isinstance(images, (list, tuple)) else [images]
+        are_several = isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == NUM_DIMS_OF_SEVERAL
+        return list(images) if are_several else [images]
 
 
 def as_image_prompt(given: Mapping[str, Any]) -> ImagePrompt | None:
@@ -94,7 +96,7 @@ def source_of(part: Mapping[str, Any], which: str) -> Any:
             "{'type': 'image_url', 'image_url': {'url': ...}}"
         )
     [(name, source)] = given.items()
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping) and not (name == "image" and "bytes" in source):
         source = source.get("url")
     if name == "base64":
         return f"data:;base64,{source}"

@@ -69,6 +69,7 @@ class EncodedPair(NamedTuple):
     completion: list[int]
     whole: list[int]  # both
     packed_ids: bytes | None  # both as int32, where they were packed to be checked
+    images: tuple[Any, ...] = ()  # ProcessedImages of the prompt
 
 
 class ImageReader(Protocol):
@@ -262,6 +263,9 @@ class PromptProcessor:
         Two texts are tokenized as one; see `split_whole`. What is wrong with a pair is added to `errors`.
         """
         self.check_completes()
+        images: dict[int, tuple[Any, ...]] = {}
+        if self.image_reader is not None:
+            prompts, images = self.image_reader.read(prompts, True, self.longest_text, errors)
         after = {index: completions[index] for index in prompts}
         texts: dict[int, Prompt] = {
             index: prompt + after[index]  # type: ignore[operator]
@@ -283,7 +287,10 @@ class PromptProcessor:
         rest = {index: ids for index, ids in joined.items() if not (index in packed or index in errors)}
         checked, more = self.encode(cast("dict[int, Prompt]", rest), errors)
         joined, packed = joined | checked, packed | more
-        return {index: EncodedPair(*pair, joined[index], packed.get(index)) for index, pair in pairs.items()}
+        return {
+            index: EncodedPair(*pair, joined[index], packed.get(index), images.get(index, ()))
+            for index, pair in pairs.items()
+        }
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a text, however many. Raises RequestError for what is no text."""
@@ -331,12 +338,9 @@ class PromptProcessor:
     def _check_token_ids(self, token_ids: list[int], which: str) -> list[int]:
         """Return the ids of "prompt 0", say, as ints. Raises RequestError for what cannot be served."""
         if isinstance(token_ids, ImagePrompt):
-            remedy = (
-                "give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees images, and use generate or chat; "
-                "else leave them out"
-            )
+            remedy = "give LLM(limit_mm_per_prompt={'image': 4}), say, if the model sees images; else leave them out"
             if self.image_reader is not None:
-                remedy = "use generate or chat, which read them"
+                remedy = "give them to a prompt of generate, chat, score or embed"
             raise RequestError(f"{which} has images, which are not read here; {remedy}", "not_a_prompt")
         if not isinstance(token_ids, list):
             kind, keys = type(token_ids).__name__, [*token_ids] if isinstance(token_ids, Mapping) else []

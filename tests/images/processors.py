@@ -20,7 +20,8 @@ class Kind:
     """Describes the files of one family of models.
 
     image_token: stands for one embedding. placeholder: what the chat template writes for an image, in `around`.
-    tokens: further special tokens. named: attributes of the tokenizer.
+    tokens: further special tokens. named: attributes of the tokenizer. beside: tokens in what stands for an image that
+    are read otherwise than in texts.
     """
 
     processor_class: str
@@ -33,11 +34,12 @@ class Kind:
     named: dict[str, str] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
     bos: str | None = None
+    beside: tuple[str, ...] = ()
 
     @property
     def all_tokens(self) -> list[str]:
         own = [token for token in (self.bos, "<|im_start|>", "<|im_end|>", self.image_token) if token]
-        return [*dict.fromkeys([*own, *([self.placeholder] if self.placeholder else []), *self.tokens])]
+        return [*dict.fromkeys([*own, *([self.placeholder] if self.placeholder else []), *self.tokens, *self.beside])]
 
 
 def qwen(processor_class: str, patch_size: int) -> Kind:
@@ -165,6 +167,83 @@ KINDS: dict[str, Kind] = {
         tokens=("<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
         named={"image_token": "<|image|>", "video_token": "<|video|>"},
     ),
+    "deepseek_ocr2": Kind(
+        "DeepseekOcr2Processor",
+        "DeepseekOcr2ImageProcessor",
+        {"size": {"height": 64, "width": 64}, "tile_size": 48, "min_patches": 2, "max_patches": 4},
+        "<image>",
+        around="{}\n",
+        processor={"patch_size": 4, "downsample_ratio": 4},
+        bos="<s>",
+    ),
+    "gemma4": Kind(
+        "Gemma4Processor",
+        "Gemma4ImageProcessor",
+        {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+        "<|image|>",
+        around="\n\n{}\n\n",
+        tokens=("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+        named={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        processor={"image_seq_length": 70},
+        bos="<bos>",
+    ),
+    "granite_docling": Kind(
+        "GraniteDoclingProcessor",
+        "GraniteDoclingImageProcessor",
+        {"size": {"height": 32, "width": 32}, "max_patches": 4},
+        "<image>",
+        tokens=("<fake_token_around_image>", "<global-img>"),
+        processor={"image_seq_len": 4},
+    ),
+    "kimi_k25": Kind(
+        "Kimi_K25Processor",
+        "Kimi_K25ImageProcessor",
+        {"patch_size": 8, "merge_size": 2, "max_patches": 64},
+        "<|media_pad|>",
+        around="<|media_begin|>image<|media_content|>{}<|media_end|>",
+        tokens=("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|kimi_k25_video_placeholder|>"),
+    ),
+    "llama4": Kind(
+        "Llama4Processor",
+        "Llama4ImageProcessor",
+        {"size": {"height": 32, "width": 32}, "max_patches": 4},
+        "<|patch|>",
+        placeholder="<|image|>",
+        tokens=("<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+        processor={"patch_size": 8, "pixel_shuffle_ratio": 0.5},
+    ),
+    "ovis2": Kind(
+        "Ovis2Processor",
+        "Ovis2ImageProcessor",
+        {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 4},
+        "<IMG_ATOM>",
+        placeholder="<image>",
+        processor={"image_seq_length": 4},
+        beside=("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+    ),
+    "step3p7": Kind(
+        "Step3p7Processor",
+        "Step3p7ImageProcessor",
+        {"size": {"height": 56, "width": 56}, "patch_size": 28, "vision_patch_size": 7, "downsampler_stride": 2},
+        "<im_patch>",
+        tokens=("<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
+    ),
+    "video_llama_3": Kind(
+        "VideoLlama3Processor",
+        "VideoLlama3ImageProcessor",
+        {"patch_size": 8, "temporal_patch_size": 1, "merge_size": 1}
+        | {"size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}},
+        "<|image_pad|>",
+        around="{}\n",
+        tokens=("<|video_pad|>",),
+    ),
 }
 
 
@@ -198,7 +277,11 @@ def write_processor(folder: Path, kind: str, **image_processor: Any) -> Path:
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in one.all_tokens])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=one.bos, eos_token="<|im_end|>", extra_special_tokens=one.named
+        tokenizer_object=backend,
+        bos_token=one.bos,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        extra_special_tokens=one.named,
     )
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(chat_template(kind), encoding="utf-8")
@@ -209,6 +292,10 @@ def write_processor(folder: Path, kind: str, **image_processor: Any) -> Path:
     options |= {"image_processor_type": one.image_processor_type, "processor_class": one.processor_class}
     _write(folder / "preprocessor_config.json", options)
     _write(folder / "processor_config.json", {"processor_class": one.processor_class, **one.processor})
+    if one.placeholder or one.beside:  # else the processor itself says what stands for an embedding
+        ids = token_ids_of(kind)
+        beside = {"visual_indicator_token_ids": [ids[token] for token in one.beside]} if one.beside else {}
+        _write(folder / "config.json", {"image_token_id": ids[one.image_token], **beside})
     return folder
 
 

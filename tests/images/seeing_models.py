@@ -1,6 +1,7 @@
 """Small random models that see, prompts with images for them, and transformers' own answers."""
 
 import inspect
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -209,11 +210,73 @@ def square_patches(seed: int, size: int, merge: int) -> Picture:
     return Picture({**picture.tensors, "pixel_values": pixels}, picture.token_ids)
 
 
+def merged(seed: int, patch_size: int, merge: int) -> Picture:
+    """Return an image of any size, of which the model is told, with a token for each merged patch."""
+    height, width = [(2, 3), (3, 2), (4, 3)][seed % 3]
+    sides = [patch_size * merge * height, patch_size * merge * width]
+    tensors = {"pixel_values": noise(seed, 1, 3, *sides), "image_sizes": torch.tensor([sides])}
+    return Picture(tensors, (IMAGE,) * (height * width))
+
+
+def with_mask(picture: Picture, name: str, *shape: int) -> Picture:
+    """Return an image with a mask of which parts are real: all."""
+    return Picture({**picture.tensors, name: torch.ones(1, *shape, dtype=torch.bool)}, picture.token_ids)
+
+
+def aria(seed: int) -> Picture:
+    return with_mask(square(seed, 32, 4), "pixel_mask", 32, 32)
+
+
+def granite_docling(seed: int) -> Picture:
+    num_tiles = 1 + seed % 3
+    return with_mask(tiles(seed, num_tiles, num_tiles), "pixel_attention_mask", num_tiles)
+
+
+def idefics2(seed: int) -> Picture:
+    height, width = [(32, 24), (24, 32), (16, 32)][seed % 3]
+    picture = Picture({"pixel_values": noise(seed, 1, 1, 3, height, width)}, (IMAGE,) * 8)
+    return with_mask(picture, "pixel_attention_mask", 1, height, width)
+
+
+def ovis2(seed: int) -> Picture:
+    """Return an image before and after which the model reads something of its own."""
+    return Picture({"pixel_values": noise(seed, 1, 3, 32, 32)}, (241, *(IMAGE,) * 16, 242, 245))
+
+
+def video_llama3(seed: int) -> Picture:
+    picture = patches(seed, 3 * 8 * 8, 2)
+    return Picture({**picture.tensors, "image_merge_sizes": torch.tensor([2])}, picture.token_ids)
+
+
+def deepseek_ocr2(seed: int) -> Picture:
+    """Return an image that may be cut into tiles beside the whole, and has 144 tokens for each, and one."""
+    num_tiles = seed % 2
+    tensors = {"pixel_values": noise(seed, 1, 3, 32, 32), "num_local_patches": torch.tensor([num_tiles])}
+    if num_tiles:
+        tensors["pixel_values_local"] = noise(seed + 9, num_tiles, 3, 32, 32)
+    return Picture(tensors, (IMAGE,) * (1 + 144 * (1 + num_tiles)))
+
+
+def placed_patches(seed: int, patch_values: int, per_token: int) -> Picture:
+    """Return an image as Gemma 4's processor makes it: patches with their places, filled up to a fixed number."""
+    side = math.isqrt(per_token)
+    height, width = [(2, 3), (3, 2), (2, 4)][seed % 3]
+    places = [[x, y] for y in range(height * side) for x in range(width * side)]
+    pixels = torch.zeros(1, 8 * per_token, patch_values)
+    pixels[:, : len(places)] = noise(seed, 1, len(places), patch_values).sigmoid()
+    places += [[-1, -1]] * (8 * per_token - len(places))
+    return Picture({"pixel_values": pixels, "image_position_ids": torch.tensor([places])}, (IMAGE,) * (height * width))
+
+
 def of_rules(name: str, picture: Callable[[int], Picture], types: str | None = None, **overrides: Any) -> Seeing:
     return Seeing(partial(tiny, f"{name}ForConditionalGeneration", **overrides), picture, types)
 
 
 THREE = {ROPE_FIELD: {**ROPE, "mrope_section": [3, 3, 2]}}
+THREE_OF_HALF = {ROPE_FIELD: {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+LONG = {"max_position_embeddings": 2048}
+TYPES = "mm_token_type_ids"
+SQUARE_PATCHES = {"image_size": [32, 32], "patch_size": [8, 8]}
 PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 CROPPED = {"num_tiles": 5, "num_tokens": 88, "sizes": [64, 64]}
 QWEN_PICTURE = partial(patches, patch_values=48, merge=2)
@@ -245,7 +308,7 @@ OTHERS: dict[str, Seeing] = {  # which take long to test, all together
     "InternVLForConditionalGeneration": of_rules(
         "InternVL",
         partial(square, size=32, num_tokens=4),
-        vision_config={"image_size": [32, 32], "patch_size": [8, 8]},
+        vision_config=SQUARE_PATCHES,
     ),
     "LlavaNextForConditionalGeneration": of_rules("LlavaNext", partial(tiles, **CROPPED), **PINPOINTS),
     "LlavaOnevisionForConditionalGeneration": of_rules("LlavaOnevision", partial(tiles, **CROPPED), **PINPOINTS),
@@ -254,7 +317,49 @@ OTHERS: dict[str, Seeing] = {  # which take long to test, all together
     ),
     "Qwen2VLForConditionalGeneration": of_rules("Qwen2VL", GLM_PICTURE, "mm_token_type_ids", text_config=THREE),
 }
-ALL = MODELS | OTHERS
+MORE: dict[str, Seeing] = {  # wholly by transformers, from version 5 on
+    f"{name}ForConditionalGeneration": of_rules(name, picture, types, **overrides)
+    for name, picture, types, overrides in (
+        ("Aria", aria, None, {"projector_patch_to_query_dict": {16: 4}}),
+        ("CohereCompass", GLM_PICTURE, TYPES, {}),
+        (
+            "DeepseekOcr2",
+            deepseek_ocr2,
+            None,
+            {
+                "vision_config": {"sam_config": {"downsample_channels": [64, 64]}},
+                "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2} | LONG,
+            },
+        ),
+        ("Exaone4_5_", GLM_PICTURE, None, {}),
+        ("Gemma4Unified", partial(placed_patches, patch_values=3 * 24 * 24, per_token=1), TYPES, {}),
+        ("Glm46V", GLM_PICTURE, TYPES, {"text_config": THREE}),
+        ("Glm4vMoe", GLM_PICTURE, TYPES, {"text_config": THREE_OF_HALF}),
+        ("GraniteDocling", granite_docling, None, {"vision_config": {"deepstack_visual_indexes": [0, 1]}}),
+        ("HyperCLOVAXVisionV2", GLM_PICTURE, None, {}),
+        ("Idefics2", idefics2, None, {"perceiver_config": {"resampler_n_latents": 8}}),
+        ("Kimi_K25", partial(square_patches, size=8, merge=2), None, {"projection_hidden_size": 64}),
+        ("LightOnOcr", partial(merged, patch_size=8, merge=2), None, {}),
+        (
+            "Llama4",
+            partial(square, size=32, num_tokens=4),
+            None,
+            {
+                "vision_config": {"intermediate_size": 256},
+                "text_config": {"floor_scale": 512, "attention_chunk_size": 32},
+            },
+        ),
+        ("LlavaNextVideo", partial(tiles, **CROPPED), None, PINPOINTS),
+        ("MuseGlimmer", GLM_PICTURE, None, {"out_hidden_size": 256, "projector_hidden_size": 64}),
+        ("Ovis2", ovis2, None, {"visual_indicator_token_ids": [241, 242, 243, 244, 245]}),
+        ("QianfanOCR", partial(square, size=32, num_tokens=4), None, {"vision_config": SQUARE_PATCHES}),
+        ("Step3p7", partial(square, size=32, num_tokens=1), None, {"text_config": {"sliding_window": 20}}),
+        ("VideoLlama3", video_llama3, None, {}),
+        ("VipLlava", partial(square, size=32, num_tokens=16), None, {"vision_feature_layers": [-1, -2]}),
+    )
+    if IS_5 and hasattr(transformers, f"{name}ForConditionalGeneration")
+}
+ALL = MODELS | OTHERS | MORE
 
 
 def write_seeing(architecture: str, folder: Path) -> None:
@@ -317,17 +422,20 @@ def logits_of_transformers(architecture: str, folder: Path, prompt: ProcessedPro
 
 def load_hf(architecture: str, folder: Path) -> Any:
     model_class = getattr(transformers, architecture)
-    return model_class.from_pretrained(folder, attn_implementation="eager").float().eval()
+    model = model_class.from_pretrained(folder, attn_implementation="eager").float().eval()
+    if architecture.startswith("Llama4"):  # which asks its language model for what that does not return
+        model.language_model.register_forward_hook(lambda _, __, output: setattr(output, "image_outputs", None))
+    return model
 
 
 @torch.no_grad()
 def own_logits(model: Any, seeing: Seeing, prompt: ProcessedPrompt) -> Tensor:
     """Return a model's logits at each place of a prompt with images, computed without a cache."""
-    names = prompt.images[0].tensors if prompt.images else ()
-    inputs = {name: padded([image.tensors[name] for image in prompt.images]) for name in names}
+    given = [image.tensors for image in prompt.images]
+    inputs = {name: padded([one[name] for one in given if name in one]) for one in given for name in one}
     if prompt.images and seeing.types in inspect.signature(model.forward).parameters:  # of transformers 5, some
         inputs[seeing.types] = torch.tensor([[int(token_id == IMAGE) for token_id in prompt.token_ids]])
-    if hasattr(model.model, "rope_deltas"):
+    if hasattr(getattr(model, "model", None), "rope_deltas"):
         model.model.rope_deltas = None
     ids = torch.tensor([prompt.token_ids])
     # Without a mask, transformers 4 takes positions that do not grow for the begin of another text.

@@ -1,6 +1,6 @@
 """Requests with images beside all else that requests ask for: nobody but the scheduler knows of virtual ids."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 import nanoinfer
 from nanoinfer import LLM, ConfigError, ModelError
 from nanoinfer.images.image_engine import ImageEngine
+from nanoinfer.images.processed import ProcessedPrompt
+from nanoinfer.models.images import ImageContent
 from nanoinfer.runner.step_images import ImageRows
 from tests.images.seeing_models import (
     IMAGE,
@@ -91,6 +93,75 @@ def test_images_whose_rows_were_dropped_are_encoded_again(llm: LLM, folder: Path
     llm.engine.scheduler.max_num_batched_tokens = 16
     assert_close(answers(run(llm, prompts)), answers_of_transformers(MODEL, folder, prompts, NUM_TOKENS))
     assert len(image_rows(llm)._encoded) <= 1
+
+
+def fail_for(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt: ProcessedPrompt) -> list[int]:
+    """Have what sees fail for the first image of a prompt; return how many images each of its calls has."""
+    calls: list[int] = []
+    encoder = image_rows(llm)._encoder
+    bad, encode = prompt.images[0].tensors["pixel_values"], encoder.encode
+
+    def checked(images: Sequence[ImageContent]) -> list[torch.Tensor]:
+        calls.append(len(images))
+        if any(image.tensors["pixel_values"] is bad for image in images):
+            raise IndexError("index 7 is\n out of bounds")
+        return encode(images)
+
+    monkeypatch.setattr(encoder, "encode", checked)
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"overlap": False}], ids=str)
+def test_an_image_that_cannot_be_encoded_ends_its_own_requests_alone(
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = [make_prompt(MODEL, parts) for parts in ([20, "#1", 8], [30], [7, "#2", 9])]
+    bad = make_prompt(MODEL, [20, "#0", 30])
+    twice = replace(make_prompt(MODEL, [9, "#1", 3, "#0", 4]))
+    twice.images[1] = replace(twice.images[1], tensors=bad.images[0].tensors)
+    prompts = [good[0], bad, good[1], twice, good[2]]
+    with load(folder, model_impl="nanoinfer", **options) as llm:
+        calls = fail_for(llm, monkeypatch, bad)
+        outputs = run(llm, prompts)
+        ends = [(one.outputs[0].finish_reason, one.outputs[0].error_kind) for one in outputs]
+        assert ends == [("length", None), ("error", "invalid_image")] * 2 + [("length", None)]
+        reason = "cannot be encoded (IndexError: index 7 is out of bounds); crop it, or change its size"
+        assert [one.outputs[0].error for one in outputs if one.error] == [f"image 0 {reason}", f"image 1 {reason}"]
+        assert all(one.outputs[0].token_ids == [] for one in outputs if one.error)
+        assert_close(
+            answers([one for one in outputs if not one.error]),
+            answers_of_transformers(MODEL, folder, good, NUM_TOKENS),
+        )
+        assert calls.count(1) >= 3  # each by itself
+        monkeypatch.undo()  # nothing that was computed of it is found later
+        assert_close(answers(run(llm, [bad])), answers_of_transformers(MODEL, folder, [bad], NUM_TOKENS))
+
+
+def test_all_samples_and_the_stream_of_a_request_end_with_its_image(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = make_prompt(MODEL, [20, "#0", 30])
+    fail_for(llm, monkeypatch, bad)
+    [output] = run(llm, [bad], n=3, temperature=1.0)
+    assert [(one.finish_reason, one.token_ids) for one in output.outputs] == [("error", [])] * 3
+    assert llm.engine.is_finished()
+
+
+def test_an_image_whose_positions_cannot_be_counted_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(*_: Any) -> torch.Tensor:
+        raise ValueError("no such grid")
+
+    monkeypatch.setattr(image_rows(llm)._encoder, "positions", count)
+    text, bad = run(llm, [make_prompt(MODEL, [20]), make_prompt(MODEL, [20, "#0", 30])])
+    assert text.outputs[0].finish_reason == "length"
+    assert bad.outputs[0].error == "image 0 cannot be encoded (ValueError: no such grid); crop it, or change its size"
+
+
+def test_a_model_that_is_not_supported_is_an_error_of_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(_: Any) -> list[torch.Tensor]:
+        raise ModelError("leave images out")
+
+    monkeypatch.setattr(image_rows(llm)._encoder, "encode", encode)
+    with pytest.raises(ModelError, match="leave images out"):
+        run(llm, [make_prompt(MODEL, [20, "#0", 30])])
 
 
 def test_nothing_is_held_once_requests_have_ended(llm: LLM) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ pytest.importorskip("PIL")
 # Of transformers' processors, which give tensors to NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
+PADDED = ("granite_docling", "idefics3", "llava_next", "mistral3", "smolvlm")
 SIZES = [(60, 40), (33, 70), (60, 40), (20, 20)]  # of pictures, in pixels
 
 
@@ -75,14 +77,15 @@ def rendered(reader: ImageReader, messages: Any, **options: Any) -> Any:
     return prompt
 
 
-def check_spans(processed: ProcessedPrompt) -> None:
-    """Check that image tokens are in spans alone, which begin and end with one."""
+def check_spans(processed: ProcessedPrompt, kind: str) -> None:
+    """Check that image tokens are in spans alone, which begin and end with one, or with a token like it."""
     image_token, left = processed.image_token_id, list(processed.token_ids)
+    beside = {token_ids_of(kind)[token] for token in KINDS[kind].beside}
     for image in processed.images:
         span = slice(image.start, image.start + image.num_tokens)
-        assert left[span][0] == left[span][-1] == image_token
+        assert {left[span][0], left[span][-1]} <= (beside or {image_token})
         left[span] = [-1] * image.num_tokens
-    assert image_token not in left
+    assert not {image_token, *beside} & {*left}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,11 +99,11 @@ def test_a_prompt_gets_the_tokens_and_tensors_that_transformers_gives_it(
     whole = reader._processor._processor
     meant = whole(text=[prompt.prompt], images=[pictures], return_tensors="pt", add_special_tokens=False)
     assert processed.token_ids == meant["input_ids"][0].tolist()
-    check_spans(processed)
+    check_spans(processed, kind)
     for name, tensor in processed.images[0].tensors.items():
-        parts = [image.tensors[name] for image in processed.images]
-        if name == "pixel_values" and kind in ("mistral3", "llava_next", "smolvlm", "idefics3"):
-            continue  # padded to the largest of a batch
+        parts = [image.tensors[name] for image in processed.images if name in image.tensors]
+        if name == "pixel_values" and kind in PADDED:
+            continue  # to the largest of a batch
         if name == "pixel_attention_mask":
             continue
         assert torch.equal(torch.cat(parts), meant[name].to(tensor.dtype)), name
@@ -128,7 +131,7 @@ def test_what_looks_like_an_image_in_a_users_text_is_text(kind: str, reader_of: 
     messages = conversation(f"What is {written}?", picture(60, 40), written)
     messages.append({"role": "assistant", "content": written})
     processed = reader.process(rendered(reader, messages), add_special_tokens=False)
-    check_spans(processed)
+    check_spans(processed, kind)
     assert len(processed.images) == 1
     text = reader._tokenizer.hf.decode(processed.token_ids)
     assert text.count(written) == 3
@@ -187,6 +190,24 @@ def test_parts_are_written_as_openai_transformers_and_vllm_write_them(
     [image] = reader.process(rendered(reader, conversation(filled, "?"))).images
     [meant] = reader.process(rendered(reader, conversation(picture(60, 40), "?"))).images
     assert image.key == meant.key
+
+
+def test_several_images_are_a_list_or_an_array_of_four_dimensions(reader_of: Callable[..., ImageReader]) -> None:
+    reader, arrays = reader_of("llava"), [np.asarray(picture(30, 30, seed)) for seed in (0, 1)]
+    several: list[Any] = [arrays, tuple(arrays), np.stack(arrays), torch.from_numpy(np.stack(arrays))]
+    for name, given in zip(("image", "images", "image", "image"), several, strict=True):
+        processed = reader.process(as_prompt({"prompt": "<image><image>", "multi_modal_data": {name: given}}))
+        assert len(processed.images) == 2
+        assert processed.images[0].key != processed.images[1].key
+    [one] = reader.process(as_prompt({"prompt": "<image>", "multi_modal_data": {"image": arrays[0]}})).images
+    assert one.key == processed.images[0].key
+
+
+def test_a_prompt_without_data_is_a_text() -> None:
+    for data in ({}, None):
+        given = {"prompt": "a", "multi_modal_data": data, "mm_processor_kwargs": {"size": 3} if data == {} else None}
+        assert as_prompt(given) == "a"
+    assert as_prompt({"prompt_token_ids": [3], "multi_modal_data": {}}) == [3]
 
 
 @pytest.mark.parametrize(
@@ -455,7 +476,7 @@ def test_images_that_a_model_could_not_tell_apart_are_refused(reader_of: Callabl
     reader = reader_of("qwen3_vl")
     place, image_token_id = reader.image_texts.placeholder, reader._processor.image_token_id
     apart = reader.process(ImagePrompt(f"a{place}b{place}", {"image": pictures}), False)
-    check_spans(apart)
+    check_spans(apart, "qwen3_vl")
     with pytest.raises(RequestError, match="the tokens of image 1 are not together, or nothing is between"):
         reader.process(ImagePrompt(f"a{place}{place}", {"image": pictures}))
     cut = [*apart.token_ids[:2], 5, *apart.token_ids[2:]]  # within the first image

@@ -14,7 +14,7 @@ from nanoinfer.models import SUPPORTED
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.runner import step_images
 from nanoinfer.text.prompts import PreparedRequest
-from tests.images.seeing_models import MODELS, OTHERS, answers_of_transformers, make_prompt, write_seeing
+from tests.images.seeing_models import MODELS, MORE, OTHERS, answers_of_transformers, make_prompt, write_seeing
 from tests.models.tiny_transformers import Answer
 
 NUM_TOKENS = 12
@@ -126,6 +126,25 @@ def test_a_model_that_sees_answers_as_transformers_does(
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_others_that_see_answer_as_transformers_does(architecture: str, case_of: Callable[[str], Case]) -> None:
     assert_answers_as_transformers(case_of(architecture), impls(architecture)[-1])
+
+
+@pytest.mark.parametrize("architecture", MORE)
+def test_more_classes_that_see_answer_as_transformers_does(architecture: str, tmp_path: Path) -> None:
+    """In chunks that end within images, with the same image again, and with hits in the prefix cache."""
+    write_seeing(architecture, tmp_path)
+    prompts = [make_prompt(architecture, parts) for parts in PROMPTS[1:4]]
+    expected = answers_of_transformers(architecture, tmp_path, prompts, 3)
+    with load(tmp_path, **WAYS["in chunks"]) as llm:
+        for _ in range(2):
+            assert_close(answers(run(llm, prompts, max_tokens=3)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MORE)
+def test_more_classes_answer_as_transformers_does_however_prompts_are_scheduled(
+    architecture: str, case_of: Callable[[str], Case]
+) -> None:
+    assert_answers_as_transformers(case_of(architecture), "transformers")
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=["ranks", "replicas"])

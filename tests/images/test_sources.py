@@ -111,6 +111,24 @@ def test_a_picture_is_turned_as_its_exif_data_say() -> None:
     assert pixels(file.getvalue()).shape == (3, 2, 3)
 
 
+def test_what_a_table_of_datasets_has_is_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(picture(3, 2)))
+    for source in (
+        {"bytes": png(picture(3, 2)), "path": "elsewhere.png"},
+        {"bytes": None, "path": str(tmp_path / "a.png")},
+        io.BytesIO(png(picture(3, 2))),
+    ):
+        assert (pixels(source) == np.asarray(picture(3, 2))).all()
+
+
+def test_a_long_text_that_is_no_path_is_not_shown_whole() -> None:
+    said = complaint("iVBORw0KGgo" * 99)
+    assert said.endswith(
+        "cannot be read (File name too long); check the path, or give base64 as 'data:image/png;base64,...', say"
+    )
+    assert len(said) < 500
+
+
 def test_of_several_frames_the_first_counts() -> None:
     file = io.BytesIO()
     Image.new("RGB", (1, 1), RED).save(file, "GIF", save_all=True, append_images=[Image.new("RGB", (1, 1))])
@@ -126,6 +144,14 @@ def test_of_several_frames_the_first_counts() -> None:
         ("/no/such.png", "the image file '/no/such.png' is not there; check the path"),
         (Path("/"), "the image file '/' is a folder or a device; name a file"),
         ("a\0b", "the image file 'a\\x00b' cannot be read (embedded null byte"),
+        ("iVBORw0KGgo" * 99, "the image file 'iVBORw0KGgoiVBOR"),
+        (
+            "iVBORw0KGgo" * 999,
+            "the image is a text of 10989 characters, too long for a path; give base64 as 'data:image/",
+        ),
+        ({"bytes": None, "path": "/no.png"}, "the image file '/no.png' is not there"),
+        ({"bytes": None, "path": None}, "the image is of type NoneType"),
+        ({"url": "a.png"}, "the image is of type dict; give a path"),
         ("data:nothing", "the image URL 'data:nothing' has no comma before its data"),
         ("data:;base64,!", "the image URL 'data:;base64,!' has data that are no base64"),
         ("ftp://a.org/b", "the image URL 'ftp://a.org/b' begins with ftp:; give data:, file:, http: or https:"),

@@ -6,12 +6,11 @@ numbers, rows that are added after the first layers (deepstack). So no class of 
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from nanoinfer.device import is_out_of_memory, numbers_to_device
 from nanoinfer.errors import ModelError
@@ -29,6 +28,10 @@ from nanoinfer.models.transformers.transformers_config import shortened
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
+
+
+class LanguageModelReached(Exception):  # noqa: N818
+    """Ends a model's forward pass where it calls its language model."""
 
 
 class Inputs(NamedTuple):
@@ -54,8 +57,14 @@ class TransformersImageEncoder:
         self._model = model
         self._vision = getattr(model.config, "vision_config", None)
         self.image_token_id = image_token_id(model.config)
-        self.has_three_positions = "mrope_section" in str(model.config.get_text_config().to_dict())
+        counts_them = hasattr(self._base, "get_rope_index")
+        self.has_three_positions = counts_them or "mrope_section" in str(model.config.get_text_config().to_dict())
         self._options = inspect.signature(self._base.forward).parameters
+        if unknown := [name for name in self._options if name.endswith("token_type_ids") and name not in TOKEN_TYPES]:
+            raise ModelError(
+                f"{self._name} computes tokens of images by other weights than those of texts ({unknown[0]}), which is "
+                "not supported; leave images out"
+            )
         self.sight = self._find_sight()
 
     @torch.inference_mode()
@@ -69,9 +78,9 @@ class TransformersImageEncoder:
         positions = torch.arange(len(token_ids)).expand(3, 1, -1) if self.has_three_positions else None
         seen = self._capture(token_ids, joined([image.tensors for image in images]), positions)
         rows = seen["inputs_embeds"]  # (1, num_tokens, hidden_size)
-        if seen.get("deepstack_visual_embeds") is not None:
-            levels = rows.new_zeros(len(seen["deepstack_visual_embeds"]), *rows.shape[1:])
-            levels[:, seen["visual_pos_masks"][0]] = torch.stack([*seen["deepstack_visual_embeds"]]).to(rows.dtype)
+        if deepstack := seen.get("deepstack_visual_embeds"):
+            levels = rows.new_zeros(len(deepstack), *rows.shape[1:])
+            levels[:, seen["visual_pos_masks"][0]] = torch.stack([*deepstack]).to(rows.dtype)
             rows = torch.cat((rows, levels))
         parts = rows.split([len(image.token_ids) for image in images], dim=1)
         return [part.clone() for part in parts]
@@ -82,7 +91,7 @@ class TransformersImageEncoder:
         grids = joined([{name: x for name, x in one.tensors.items() if not x.is_floating_point()} for one in images])
         if (count := getattr(self._base, "get_rope_index", None)) is not None:  # on the host, which waits for nothing
             ids = torch.tensor([[*token_ids]], device="cpu")
-            inputs = {"input_ids": ids, **self._token_types(ids), **grids}
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._token_types(ids), **grids}
             known = inspect.signature(count).parameters
             positions = count(**{name: value for name, value in inputs.items() if name in known})[0]
         else:
@@ -152,16 +161,18 @@ class TransformersImageEncoder:
             inputs["position_ids"] = positions.to(device)
         seen: dict[str, Any] = {}
 
-        def note(*_: Any, **options: Any) -> BaseModelOutputWithPast:
+        def note(*_: Any, **options: Any) -> NoReturn:
             seen.update(options)
-            return BaseModelOutputWithPast(last_hidden_state=options["inputs_embeds"])
+            raise LanguageModelReached
 
         self._language_model.forward = note
         try:
             self._base(input_ids=ids, use_cache=False, **inputs)
+        except LanguageModelReached:
+            pass
         finally:
             del self._language_model.forward
-        unknown = {name for name, value in seen.items() if isinstance(value, (Tensor, list, tuple))}
+        unknown = {name for name, value in seen.items() if not isinstance(value, (bool, int, float, str, type(None)))}
         if unknown := unknown - HARMLESS - OF_IMAGES - {*TOKEN_TYPES}:
             raise ModelError(
                 f"{self._name} gives its language model {', '.join(sorted(unknown))} of an image, which is not "
@@ -214,5 +225,6 @@ def _first(size: Any) -> int | None:
 
 
 def joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the inputs of several images as those of one call."""
-    return {name: torch.cat([one[name] for one in tensors]) for name in tensors[0]} if tensors else {}
+    """Return the inputs of several images as those of one call. Some images may have inputs that others have not."""
+    names = dict.fromkeys(name for one in tensors for name in one)
+    return {name: torch.cat([one[name] for one in tensors if name in one]) for name in names}

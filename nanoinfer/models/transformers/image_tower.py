@@ -22,9 +22,15 @@ from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, StepRotary, position_axes
 from nanoinfer.models.causal_lm import TOWERS, DecoderForCausalLM
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.transformers.attention_interface import ATTENTION, base_model, text_part
+from nanoinfer.models.transformers.attention_interface import base_model, text_part
 from nanoinfer.models.transformers.image_encoder import TransformersImageEncoder
-from nanoinfer.models.transformers.transformers_config import dtype_option, find_class, make_config, shortened
+from nanoinfer.models.transformers.transformers_config import (
+    attention_option,
+    dtype_option,
+    find_class,
+    make_config,
+    shortened,
+)
 from nanoinfer.models.transformers.transformers_model import (
     draw_weights,
     keep_buffers_as_weights,
@@ -133,7 +139,7 @@ def _load(
     tensors = {name: tensor for name, tensor in iterate_weights(folder) if name.startswith(prefixes)}
     if not tensors:
         raise ModelError(f"{folder} has no weights of what sees images; leave limit_mm_per_prompt out")
-    options: dict[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True, **dtype_option(dtype)}
+    options = {"output_loading_info": True, **attention_option(config), **dtype_option(dtype)}
     try:
         with without_progress_bars(), _without_warnings():  # that the text part is missing
             model, found = model_class.from_pretrained(

@@ -126,7 +126,7 @@ def _probe(
     """Return a model without weights, and what a probe saw of it. Raises ModelError where it needs more than a text."""
     try:
         with torch.device("meta"):
-            whole = model_class._from_config(config, attn_implementation=ATTENTION, **dtype_option(torch.bfloat16))
+            whole = model_class._from_config(config, **attention_option(config), **dtype_option(torch.bfloat16))
         model = SplitModel(whole.eval())
         return model, probe(model, max_positions - model.first_position, model_class.__name__.endswith(GENERATING))
     except ModelError:
@@ -169,6 +169,19 @@ def shortened(error: Exception) -> str:
 def dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the argument for a model's dtype, which transformers 4 calls torch_dtype."""
     return {"dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
+
+
+def attention_option(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the argument by which the text part of a model calls our attention, and other parts eager attention.
+
+    Some parts that see look their attention up among a few of their own.
+    """
+    text, names = config.get_text_config(), {"": ATTENTION}
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        has_text = isinstance(part, PretrainedConfig) and part.get_text_config() is text
+        names[name] = ATTENTION if has_text else "eager"
+    return {"attn_implementation": names}
 
 
 def make_config(model_class: type[PreTrainedModel], fields: Mapping[str, Any]) -> PretrainedConfig:

@@ -32,6 +32,7 @@ from nanoinfer.models.transformers.image_encoder import TransformersImageEncoder
 from nanoinfer.models.transformers.split_model import SplitModel
 from nanoinfer.models.transformers.transformers_config import (
     TransformersConfig,
+    attention_option,
     dtype_option,
     find_class,
     make_config,
@@ -192,13 +193,14 @@ def _load_weights(
         if name in tensors:
             raise ModelError(f"{folder} has {name} in two of its files; remove the file that is not of this checkpoint")
         tensors[name] = tensor
-    options: dict[str, Any] = {"attn_implementation": ATTENTION, "output_loading_info": True, **dtype_option(dtype)}
+    whole_config = make_config(model_class, config.fields)
+    options = {"output_loading_info": True, **attention_option(whole_config), **dtype_option(dtype)}
     try:
         # Without ignore_mismatched_sizes, the error for a weight of another shape names none.
         with without_progress_bars():
             model, found = model_class.from_pretrained(
                 None,
-                config=make_config(model_class, config.fields),
+                config=whole_config,
                 state_dict=tensors,
                 ignore_mismatched_sizes=True,
                 **options,
@@ -230,7 +232,7 @@ def draw_weights(
     """Return a model on its device with the random weights that transformers begins to train with."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device), default_dtype(dtype):
         torch.manual_seed(seed)
-        drawn: PreTrainedModel = model_class._from_config(config, attn_implementation=ATTENTION, **dtype_option(dtype))
+        drawn: PreTrainedModel = model_class._from_config(config, **attention_option(config), **dtype_option(dtype))
     return drawn
 
 
