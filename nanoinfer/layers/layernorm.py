@@ -1,5 +1,6 @@
 """The residual stream, and norms: RMSNorm (Zhang and Sennrich 2019) and its kin, which add to it first; LayerNorm."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -48,8 +49,9 @@ class RMSNorm(nn.Module):
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps, self.centres), residual
         weight, eps, sum_weight, others = self.weight, self.eps, hidden.sum_weight, hidden.other_terms
-        if hidden.total_scale is not None:
-            return add_scaled_rms_norm(hidden.all_reduced(), residual, weight, eps, sum_weight, hidden.total_scale)
+        if hidden.total_scale is not None or hidden.part_weights is not None:
+            terms, scale, parts = hidden.all_reduced(), hidden.total_scale, hidden.part_weights
+            return add_scaled_rms_norm(terms, residual, weight, eps, sum_weight, scale, others, parts)
         if hidden.buffers is not None:
             assert not self.centres, "the kernel that all-reduces subtracts no mean"
             return all_reduce_add_rms_norm(hidden.terms, residual, hidden.buffers, weight, eps, sum_weight)
@@ -62,7 +64,8 @@ class RMSNorm(nn.Module):
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
     ) -> tuple[QuantizedRows, Tensor]:
-        if hidden is None or hidden.buffers is not None or hidden.total_scale is not None or self.centres:
+        is_scaled = hidden is not None and (hidden.total_scale is not None or hidden.part_weights is not None)
+        if hidden is None or hidden.buffers is not None or is_scaled or self.centres:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
         sum_weight, others = hidden.sum_weight, hidden.other_terms
@@ -137,8 +140,11 @@ class ResidualStream:
         assert self.added is not None, "the norm that scales a sum also adds it"
         self.added = replace(self.added, total_scale=factor)
 
-    def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
-        """Add the waiting terms, and normalise the sum. out_format: how the next product wants its inputs."""
+    def normalise(self, norm: Callable[..., tuple[Any, Tensor]], out_format: RowFormat | None = None) -> None:
+        """Add the waiting terms, and normalise the sum. norm: an RMSNorm, or what does the same as its `forward`.
+
+        out_format: how the next product wants its inputs.
+        """
         self.normed = None  # frees it first
         self.normed, self.residual = norm(self.added, self.residual, out_format)
         self.added = None

@@ -5,7 +5,7 @@ E-models the last layers attend to the keys and values of earlier ones, and each
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,9 @@ from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.gemma import Gemma3Embedding
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.kv_cache.spec import qkv_norm_rope_store
-from nanoinfer.ops.norms.spec import rms_norm
+from nanoinfer.ops.norms.spec import add_rms_norms, rms_norm
 from nanoinfer.ops.routing.spec import route
 
 EVERY_RANK = TensorParallel()  # for small products that are not split: each rank computes them whole
@@ -179,7 +180,7 @@ class RouterNorm(WideRMSNorm):
 
 
 class Gemma4Router(Router):
-    """Scores the experts for normalised inputs, and multiplies the weights of each by a scale of its own."""
+    """Scores the experts, and multiplies the weights of each by a scale of its own. norm: of its inputs."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig, eps: float) -> None:
         super().__init__(hidden_size, moe)
@@ -187,8 +188,7 @@ class Gemma4Router(Router):
         self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
-        terms = self.terms(rms_norm(hidden, self.norm.weight, self.norm.eps))
-        expert_ids, weights = route(terms, self.num_experts_per_tok, self.norm_topk_prob, row_mask)
+        expert_ids, weights = route(self.terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask)
         # A row without a token has an expert that does not exist, and weights of 0.
         scales = self.per_expert_scale[expert_ids.clamp(max=len(self.per_expert_scale) - 1)]
         return Routing(expert_ids, weights * scales.float())
@@ -207,6 +207,14 @@ class LayerInputStream(ResidualStream):
     def __init__(self, residual: Tensor, layer_inputs: Tensor) -> None:
         super().__init__(residual)
         self.layer_inputs = layer_inputs
+
+
+class BranchRows(NamedTuple):
+    """Holds the stream as the three parts behind attention read it, normalised by a weight of each."""
+
+    of_mlp: Activations
+    of_router: Tensor
+    of_experts: Activations
 
 
 class Gemma4Layer(DecoderLayer):
@@ -231,33 +239,50 @@ class Gemma4Layer(DecoderLayer):
             self.per_layer_projection.rounds_at_load = False
             self.post_per_layer_input_norm = WideRMSNorm(size, eps)
 
+    def normalise_sum(self, stream: ResidualStream) -> None:
+        if self.has_experts:
+            stream.normalise(self._norms_of_sum)
+        else:
+            super().normalise_sum(stream)
+
     def add_mlp(
         self, stream: ResidualStream, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> None:
         if self.has_experts:
-            stream.add(self._mlp_and_experts(stream, row_mask, routed), self.norms.of_mlp)
+            stream.add(self._mlp_and_experts(stream.normed, row_mask, routed), self.norms.of_mlp)
         else:
             super().add_mlp(stream)
         if self.has_input:
             self._add_input(cast(LayerInputStream, stream))
         stream.scale(self.layer_scalar)
 
-    def _mlp_and_experts(
-        self, stream: ResidualStream, row_mask: Tensor | None, routed: list[Tensor] | None
-    ) -> PartialSum:
-        """Return the sum of what the MLP and the experts make of the stream, each normalised."""
-        residual = stream.residual
-        routing = self.router(residual, row_mask)
+    def _norms_of_sum(
+        self, hidden: PartialSum | None, residual: Tensor, _out_format: RowFormat | None = None
+    ) -> tuple[BranchRows, Tensor]:
+        """Add attention's output, and normalise the sum for the MLP, the router and the experts; see `RMSNorm`."""
+        assert hidden is not None, "the stream is normalised after attention has added to it"
+        assert hidden.sum_weight is not None, "what attention adds is normalised before"
+        weights = (
+            self.pre_feedforward_layernorm.weight,
+            self.router.norm.weight,
+            self.pre_feedforward_layernorm_2.weight,
+        )
+        eps, formats = self.router.norm.eps, (self.mlp.input_format, None, self.experts.gate_up_proj.input_format)
+        rows, total = add_rms_norms(hidden.all_reduced(), residual, weights, eps, hidden.sum_weight)
+        rounded = (x if form is None else quantize_rows(x, form) for x, form in zip(rows, formats, strict=True))
+        return BranchRows(*rounded), total
+
+    def _mlp_and_experts(self, rows: BranchRows, row_mask: Tensor | None, routed: list[Tensor] | None) -> PartialSum:
+        """Return what the MLP and the experts make of the stream, each to be normalised before both are added up."""
+        routing = self.router(rows.of_router, row_mask)
         if routed is not None:
             routed.append(routing.expert_ids)
-        rows, _ = self.pre_feedforward_layernorm_2(None, residual, self.experts.gate_up_proj.input_format)
-        terms = self.mlp(stream.normed_rows()).terms, self.experts(rows, routing)
-        sums = torch.stack([part[0] if len(part) == 1 else part.sum(0) for part in terms])
+        terms = self.mlp(rows.of_mlp).terms
+        of_experts = self.experts(rows.of_experts, routing)
         if self.tp.size > 1:
-            self.tp.all_reduce(sums)
-        norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
-        of_mlp, of_experts = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip(sums, norms, strict=True))
-        return PartialSum((of_mlp + of_experts).unsqueeze(0))
+            terms, of_experts = self.tp.all_reduce(torch.stack((terms[0], of_experts.sum(0)))).split(1)
+        weights = self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight
+        return PartialSum(terms, other_terms=of_experts, part_weights=weights)
 
     def _add_input(self, stream: LayerInputStream) -> None:
         """Add the layer's input, gated by the stream."""
