@@ -20,9 +20,11 @@ from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.decoder_spec import DecoderSetup
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve, few_rows_product
 from nanoinfer.ops.kv_cache.spec import LayerCache
-from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents
+from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents, store_and_absorb, values_of_sums
 from nanoinfer.ops.norms.spec import rms_norm
+from nanoinfer.quantization.linear_method import ProductKind
 
 ALONE = TensorParallel()  # each rank has all latents
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
@@ -113,9 +115,10 @@ class LatentAttention(nn.Module):
         sizes, cache, metadata = self.sizes, step.kv_cache.layer(self.place), step.metadata[self.place.table]
         q, latents = projected.split([projected.shape[1] - sizes.vector_size, sizes.vector_size], dim=1)
         if sizes.query_rank is not None:
-            q = self.q_b_proj(rms_norm(q, self.q_a_layernorm.weight, LATENT_EPS))
+            q = self._project_queries(q, step)
         q = q.unflatten(1, (self.num_heads, -1))  # (num_tokens, num_heads, plain_size + rotary_size)
-        vectors = norm_rope_store_latents(
+        weight = self.kv_b_proj.wide_weight
+        arguments = (
             latents,
             self.kv_a_layernorm.weight,
             LATENT_EPS,
@@ -126,10 +129,24 @@ class LatentAttention(nn.Module):
             metadata.slot_mapping,
             sizes.is_interleaved,
         )
+        if not metadata.is_prefill and few_rows_kernels_serve(len(q), weight.flatten(0, 1)):
+            of_keys, of_values = weight.split([sizes.plain_size, sizes.value_size], dim=1)
+            absorbed = store_and_absorb(*arguments, of_keys)
+            sums = self.backend.attend_to_latents(absorbed, q[..., sizes.plain_size :], cache, metadata)
+            return values_of_sums(sums, of_values).flatten(1)
+        vectors = norm_rope_store_latents(*arguments)
         if self.backend.reads_latents(metadata):
             return self._attend_to_latents(q, cache, metadata).flatten(1)
         assert isinstance(metadata, PrefillMetadata), "decode reads latents"
         return self.backend.attend_to_heads(q, vectors, self.kv_b_proj, cache, metadata).flatten(1)
+
+    def _project_queries(self, rows: Tensor, step: ForwardStep) -> Tensor:
+        """Normalise what `project` has for the queries, and return these."""
+        norm, proj = (self.q_a_layernorm.weight, LATENT_EPS), self.q_b_proj
+        is_plain = proj.quant_method.kind is ProductKind.PLAIN and step.adapters is None
+        if is_plain and few_rows_kernels_serve(len(rows), proj.weight):
+            return few_rows_product(rows, proj.weight, norm=norm)
+        return proj(rms_norm(rows, *norm))
 
     def _attend_to_latents(self, q: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         """Absorb kv_b_proj: return (num_tokens, num_heads, value_size)."""

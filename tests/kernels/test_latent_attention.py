@@ -12,7 +12,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.layers.attention.latent import TorchLatentBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata
 from nanoinfer.models import latent_attention
-from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents
+from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents, store_and_absorb, values_of_sums
 from tests.latent_cases import (
     DECODES,
     FLASH,
@@ -31,6 +31,7 @@ pytest.importorskip("triton")
 
 from nanoinfer.layers.attention import latent_triton
 from nanoinfer.layers.attention.latent_triton import TritonLatentBackend
+from nanoinfer.ops.decode_attention import triton as decode_kernels
 from nanoinfer.ops.latent_attention import triton as kernels
 from tests.kernels.helpers import exact_bfloat16, loops_are_interpreted
 
@@ -122,13 +123,51 @@ def test_the_write_equals_its_specification(num_heads: int, sizes: object) -> No
     assert (ours[6].k != 0).any(dim=3).sum() == 4, "two of seven tokens have slots, and the others have none"
 
 
+@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, is_interleaved=True), FLASH])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_write_that_absorbs_the_queries_equals_its_specification(num_tokens: int, sizes: Any) -> None:
+    """The weights of keys lie before those of values; latents of 24 and of 512 numbers are cut into columns."""
+    num_heads = 20 if sizes is SIZES else 2
+    arguments = write_arguments(sizes, num_tokens, num_heads, torch.float32)
+    arguments[7] = torch.tensor([3, -1, 0])[:num_tokens]  # slots
+    weight = randn(num_heads, sizes.plain_size + sizes.value_size, sizes.latent_size, seed=9)[:, : sizes.plain_size]
+    theirs, ours = moved(arguments, "cpu"), moved(arguments, "cpu")
+    expected, found = store_and_absorb.__wrapped__(*theirs, weight), kernels.store_and_absorb(*ours, weight)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours[3], theirs[3])
+    torch.testing.assert_close(ours[6].k, theirs[6].k)
+    assert (ours[6].k != 0).any(dim=3).sum() == min(2, num_tokens), "one token of three has no slot"
+
+
+@pytest.mark.parametrize("sizes", [SIZES, FLASH])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_values_of_sums_equal_their_specification(num_tokens: int, sizes: Any) -> None:
+    sums = randn(num_tokens, 3, sizes.latent_size)
+    weight = randn(3, sizes.plain_size + sizes.value_size, sizes.latent_size, seed=1)[:, sizes.plain_size :]
+    expected, found = values_of_sums.__wrapped__(sums, weight), kernels.values_of_sums(sums, weight)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_few_rows_are_combined_row_by_row_and_many_by_shares(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of latents of 512 numbers: two rows over ten shares and more, one of them whole in one share."""
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 8)
+    step = decode_step(3, (5, 150), num_tokens, sizes=FLASH)
+    together = assert_equals_specification(step)
+    monkeypatch.setattr(decode_kernels, "ROWS_TO_SHARES", 1000)
+    torch.testing.assert_close(together, assert_equals_specification(step), atol=1e-5, rtol=1e-4)
+
+
 def test_steps_without_tokens_write_nothing() -> None:
     arguments = write_arguments(SIZES, 0, 2, torch.float32)
     assert kernels.norm_rope_store_latents(*arguments).shape == (0, 32)
+    assert kernels.store_and_absorb(*arguments, randn(2, 12, 24)).shape == (0, 2, 24)
+    assert kernels.values_of_sums(randn(0, 2, 24), randn(2, 20, 24)).shape == (0, 2, 20)
 
 
+@pytest.mark.parametrize("max_few_rows", [0, 4])
 def test_an_engine_over_the_kernels_gives_the_tokens_of_plain_attention(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, max_few_rows: int
 ) -> None:
     """Whole prompts and chunks, a second sample of each that reads its prompt with the first."""
     folder, prompts = (
@@ -160,7 +199,9 @@ def test_an_engine_over_the_kernels_gives_the_tokens_of_plain_attention(
     names.add("shared_latent_attention")
     for name in names:
         monkeypatch.setattr(latent_triton, name, noted(name))
-    monkeypatch.setattr(latent_attention, "norm_rope_store_latents", kernels.norm_rope_store_latents)
+    for name in ("norm_rope_store_latents", "store_and_absorb", "values_of_sums"):
+        monkeypatch.setattr(latent_attention, name, getattr(kernels, name))
+    monkeypatch.setattr(latent_attention, "few_rows_kernels_serve", lambda num_rows, _: num_rows <= max_few_rows)
     monkeypatch.setattr(
         latent_attention, "select_latent_backend", lambda _, spec: latent_triton.TritonLatentBackend(spec, CPU)
     )

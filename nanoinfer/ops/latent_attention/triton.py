@@ -31,7 +31,7 @@ from nanoinfer.ops.decode_attention.triton import (
     PrefixResult,
     add_results,
     attend_to_tile,
-    combine_kernel,
+    combine,
     reset_where,
     results_of,
     share_of,
@@ -42,6 +42,9 @@ from nanoinfer.ops.prefill_attention.triton import TILE_ROWS, plan_prefill
 
 MIN_DEPTH = 16  # of tl.dot; smaller rotated parts are filled up
 HEADS_OF_WRITE = 8  # queries that a program of the write rotates
+# Of few tokens: a program has these parts of a head's weight, 8 to 24 KiB, so that there are one or two of them for
+# each multiprocessor of a Hopper GPU.
+ABSORBED_DEPTH, ABSORBED_COLUMNS, VALUES_AT_ONCE = 64, 64, 16
 
 
 @triton.jit
@@ -73,11 +76,10 @@ def _norm_rope_store_latents_kernel(
     half = tl.arange(0, HALF)
     dim = tl.arange(0, LATENT)
     is_half = half < rotary_half
-    is_latent = dim < latent_size
     # Where the first number of each pair is, and how far the second one lies from it.
     first = 2 * half if INTERLEAVED else half
     distance = 1 if INTERLEAVED else rotary_half
-    weight = tl.load(weight_ptr + dim, mask=is_latent, other=0.0)  # before the wait: no kernel writes it
+    weight = tl.load(weight_ptr + dim, mask=dim < latent_size, other=0.0)  # before the wait: no kernel writes it
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -85,32 +87,64 @@ def _norm_rope_store_latents_kernel(
     cos = tl.load(cos_ptr, mask=is_half, other=1.0)
     sin = tl.load(cos_ptr + rotary_half, mask=is_half, other=0.0)
     if group == 0:
-        slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
-        latent = tl.load(latents_ptr + token * latents_stride + dim, mask=is_latent, other=0.0)
-        normed = normalised(latent.to(tl.float32), weight, latent_size, eps).to(latent.dtype)
-        pair_ptr = latents_ptr + token * latents_stride + latent_size + first
-        x1 = tl.load(pair_ptr, mask=is_half, other=0.0).to(tl.float32)
-        x2 = tl.load(pair_ptr + distance, mask=is_half, other=0.0).to(tl.float32)
-        y1, y2 = (x1 * cos - x2 * sin).to(latent.dtype), (x2 * cos + x1 * sin).to(latent.dtype)
-        vector_ptr = vectors_ptr + token * vector_size
-        tl.store(vector_ptr + dim, normed, mask=is_latent)
-        tl.store(vector_ptr + latent_size + first, y1, mask=is_half)
-        tl.store(vector_ptr + latent_size + first + distance, y2, mask=is_half)
-        if slot >= 0:
-            cached_ptr = cache_ptr + slot * vector_size
-            tl.store(cached_ptr + dim, normed, mask=is_latent)
-            tl.store(cached_ptr + latent_size + first, y1, mask=is_half)
-            tl.store(cached_ptr + latent_size + first + distance, y2, mask=is_half)
+        _store_vector(
+            latents_ptr + token * latents_stride, weight, cos, sin, vectors_ptr + token * vector_size, cache_ptr,
+            tl.load(slot_mapping_ptr + token), eps, latent_size, rotary_half, LATENT, HALF, INTERLEAVED,
+        )  # fmt: skip
     else:
         head = (group - 1) * HEADS + tl.arange(0, HEADS)
         mask = (head < num_heads)[:, None] & is_half[None, :]
-        offsets = head[:, None] * query_size + (query_size - 2 * rotary_half + first)[None, :]
-        pairs_ptr = queries_ptr + token * queries_stride + offsets
-        q1 = tl.load(pairs_ptr, mask=mask, other=0.0)
-        q2 = tl.load(pairs_ptr + distance, mask=mask, other=0.0)
-        z1, z2 = q1.to(tl.float32), q2.to(tl.float32)
-        tl.store(pairs_ptr, (z1 * cos[None, :] - z2 * sin[None, :]).to(q1.dtype), mask=mask)
-        tl.store(pairs_ptr + distance, (z2 * cos[None, :] + z1 * sin[None, :]).to(q1.dtype), mask=mask)
+        first_ptr = queries_ptr + token * queries_stride + query_size - 2 * rotary_half
+        _rotate(first_ptr + head[:, None] * query_size + first[None, :], distance, cos[None, :], sin[None, :], mask)
+
+
+@triton.jit
+def _rotate(first_ptrs, distance, cos, sin, mask):
+    """Rotate pairs of numbers in their place."""
+    x1 = tl.load(first_ptrs, mask=mask, other=0.0)
+    x2 = tl.load(first_ptrs + distance, mask=mask, other=0.0)
+    wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
+    tl.store(first_ptrs, (wide1 * cos - wide2 * sin).to(x1.dtype), mask=mask)
+    tl.store(first_ptrs + distance, (wide2 * cos + wide1 * sin).to(x1.dtype), mask=mask)
+
+
+@triton.jit
+def _store_vector(
+    latent_ptr,
+    weight,
+    cos,
+    sin,
+    vector_ptr,  # None: only the cache gets it
+    cache_ptr,
+    slot,  # int64: a large cache has more than 2^31 elements
+    eps,
+    latent_size: tl.constexpr,
+    rotary_half: tl.constexpr,
+    LATENT: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Normalise a token's latent, rotate what follows it, and write both."""
+    dim = tl.arange(0, LATENT)
+    is_latent = dim < latent_size
+    half = tl.arange(0, HALF)
+    is_half = half < rotary_half
+    first = latent_size + (2 * half if INTERLEAVED else half)
+    distance = 1 if INTERLEAVED else rotary_half
+    latent = tl.load(latent_ptr + dim, mask=is_latent, other=0.0)
+    normed = normalised(latent.to(tl.float32), weight, latent_size, eps).to(latent.dtype)
+    x1 = tl.load(latent_ptr + first, mask=is_half, other=0.0).to(tl.float32)
+    x2 = tl.load(latent_ptr + first + distance, mask=is_half, other=0.0).to(tl.float32)
+    y1, y2 = (x1 * cos - x2 * sin).to(latent.dtype), (x2 * cos + x1 * sin).to(latent.dtype)
+    if vector_ptr is not None:
+        tl.store(vector_ptr + dim, normed, mask=is_latent)
+        tl.store(vector_ptr + first, y1, mask=is_half)
+        tl.store(vector_ptr + first + distance, y2, mask=is_half)
+    if slot >= 0:
+        cached_ptr = cache_ptr + slot * (latent_size + 2 * rotary_half)
+        tl.store(cached_ptr + dim, normed, mask=is_latent)
+        tl.store(cached_ptr + first, y1, mask=is_half)
+        tl.store(cached_ptr + first + distance, y2, mask=is_half)
 
 
 def norm_rope_store_latents(
@@ -147,6 +181,183 @@ def norm_rope_store_latents(
         **overlap_options(latents.device),
     )
     return vectors
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _store_and_absorb_kernel(
+    latents_ptr,
+    weight_ptr,
+    queries_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    cache_ptr,
+    slot_mapping_ptr,
+    of_keys_ptr,
+    out_ptr,
+    latents_stride,
+    queries_stride,
+    of_keys_stride,  # of heads
+    eps,
+    num_tokens,
+    num_heads: tl.constexpr,
+    query_size: tl.constexpr,
+    plain_size: tl.constexpr,
+    latent_size: tl.constexpr,
+    rotary_half: tl.constexpr,
+    LATENT: tl.constexpr,
+    HALF: tl.constexpr,
+    DEPTH: tl.constexpr,  # plain numbers of a query that are multiplied at a time
+    COLUMNS: tl.constexpr,  # latents that a program computes of a head
+    INTERLEAVED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Absorb the queries of all tokens, a few columns of a head in each program; one program a token stores its vector.
+
+    The weights are on their way before the queries are there.
+    """
+    half = tl.arange(0, HALF)
+    is_half = half < rotary_half
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(0) < num_tokens:
+        line = tl.program_id(0).to(tl.int64)
+        dim = tl.arange(0, LATENT)
+        weight = tl.load(weight_ptr + dim, mask=dim < latent_size, other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        vector_cos_ptr = cos_sin_ptr + tl.load(positions_ptr + line).to(tl.int64) * (2 * rotary_half) + half
+        vector_cos = tl.load(vector_cos_ptr, mask=is_half, other=1.0)
+        vector_sin = tl.load(vector_cos_ptr + rotary_half, mask=is_half, other=0.0)
+        _store_vector(
+            latents_ptr + line * latents_stride, weight, vector_cos, vector_sin, None, cache_ptr,
+            tl.load(slot_mapping_ptr + line), eps, latent_size, rotary_half, LATENT, HALF, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        num_slices: tl.constexpr = (latent_size + COLUMNS - 1) // COLUMNS
+        num_chunks: tl.constexpr = (plain_size + DEPTH - 1) // DEPTH
+        program = tl.program_id(0) - num_tokens
+        head = program // num_slices
+        column = program % num_slices * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = column < latent_size
+        depth = tl.arange(0, DEPTH)
+        weights = ()
+        for chunk in tl.static_range(num_chunks):
+            k = chunk * DEPTH + depth
+            ptrs = of_keys_ptr + head * of_keys_stride + k[:, None] * latent_size + column[None, :]
+            weights += (tl.load(ptrs, mask=(k < plain_size)[:, None] & is_column[None, :], other=0.0),)  # type: ignore[assignment]
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        for token in range(num_tokens):
+            query_ptr = queries_ptr + token * queries_stride + head * query_size
+            sums = tl.zeros((DEPTH, COLUMNS), tl.float32)
+            for chunk in tl.static_range(num_chunks):
+                k = chunk * DEPTH + depth
+                q = tl.load(query_ptr + k, mask=k < plain_size, other=0.0).to(tl.float32)
+                sums += weights[chunk].to(tl.float32) * q[:, None]
+            absorbed = tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (token * num_heads + head) * latent_size + column, absorbed, mask=is_column)
+            if program % num_slices == 0:
+                cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * rotary_half) + half
+                cos = tl.load(cos_ptr, mask=is_half, other=1.0)
+                sin = tl.load(cos_ptr + rotary_half, mask=is_half, other=0.0)
+                first_ptrs = query_ptr + query_size - 2 * rotary_half + (2 * half if INTERLEAVED else half)
+                _rotate(first_ptrs, 1 if INTERLEAVED else rotary_half, cos, sin, is_half)
+
+
+def store_and_absorb(
+    latents, norm_weight, eps, queries, positions, cos_sin_cache, cache, slot_mapping, interleaved, of_keys
+):
+    num_tokens, num_heads, query_size = queries.shape
+    _, plain_size, latent_size = of_keys.shape
+    assert cache.k.is_contiguous(), "the vectors of the cache must be contiguous"
+    assert latents.stride(1) == 1, f"the rows of latents must be contiguous, strides {latents.stride()}"
+    assert queries.stride()[1:] == (query_size, 1), f"the heads of a token must be contiguous, {queries.stride()}"
+    assert of_keys.stride()[1:] == (latent_size, 1), f"a head's weights must be contiguous, {of_keys.stride()}"
+    absorbed = queries.new_empty(num_tokens, num_heads, latent_size)
+    if num_tokens == 0:
+        return absorbed
+    _store_and_absorb_kernel[(num_tokens + num_heads * ceil_div(latent_size, ABSORBED_COLUMNS),)](
+        latents,
+        norm_weight,
+        queries,
+        positions,
+        cos_sin_cache,
+        cache.k,
+        slot_mapping,
+        of_keys,
+        absorbed,
+        latents.stride(0),
+        queries.stride(0),
+        of_keys.stride(0),
+        eps,
+        num_tokens,
+        num_heads=num_heads,
+        query_size=query_size,
+        plain_size=plain_size,
+        latent_size=latent_size,
+        rotary_half=cos_sin_cache.shape[1] // 2,
+        LATENT=next_power_of_2(latent_size),
+        HALF=next_power_of_2(cos_sin_cache.shape[1] // 2),
+        DEPTH=ABSORBED_DEPTH,
+        COLUMNS=ABSORBED_COLUMNS,
+        INTERLEAVED=interleaved,
+        num_warps=4,
+        **overlap_options(latents.device),
+    )
+    return absorbed
+
+
+@triton.jit
+def _values_of_sums_kernel(
+    sums_ptr,
+    of_values_ptr,
+    out_ptr,
+    of_values_stride,  # of heads
+    num_heads: tl.constexpr,
+    latent_size: tl.constexpr,
+    value_size: tl.constexpr,
+    LATENT: tl.constexpr,
+    VALUES: tl.constexpr,  # of a head that a program computes
+    OVERLAP: tl.constexpr,
+):
+    """Multiply a head's sum of latents by a few lines of its weight, which are on their way before the sum is there."""
+    num_slices: tl.constexpr = (value_size + VALUES - 1) // VALUES
+    head = tl.program_id(0) // num_slices
+    value = tl.program_id(0) % num_slices * VALUES + tl.arange(0, VALUES)
+    dim = tl.arange(0, LATENT)
+    is_value, is_dim = value < value_size, dim < latent_size
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    ptrs = of_values_ptr + head * of_values_stride + value[:, None] * latent_size + dim[None, :]
+    weights = tl.load(ptrs, mask=is_value[:, None] & is_dim[None, :], other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    line = tl.program_id(1) * num_heads + head
+    sums = tl.load(sums_ptr + line * latent_size + dim, mask=is_dim, other=0.0).to(tl.float32)
+    values = tl.sum(weights.to(tl.float32) * sums[None, :], axis=1)
+    tl.store(out_ptr + line * value_size + value, values.to(out_ptr.dtype.element_ty), mask=is_value)
+
+
+def values_of_sums(sums, of_values):
+    (num_tokens, num_heads, latent_size), value_size = sums.shape, of_values.shape[1]
+    assert sums.is_contiguous(), f"sums of latents must be contiguous, strides {sums.stride()}"
+    assert of_values.stride()[1:] == (latent_size, 1), f"a head's weights must be contiguous, {of_values.stride()}"
+    out = sums.new_empty(num_tokens, num_heads, value_size)
+    if num_tokens:
+        _values_of_sums_kernel[(num_heads * ceil_div(value_size, VALUES_AT_ONCE), num_tokens)](
+            sums,
+            of_values,
+            out,
+            of_values.stride(0),
+            num_heads=num_heads,
+            latent_size=latent_size,
+            value_size=value_size,
+            LATENT=next_power_of_2(latent_size),
+            VALUES=VALUES_AT_ONCE,
+            num_warps=4,
+            **overlap_options(sums.device),
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
@@ -359,29 +570,8 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
         num_warps=4 if is_small else 8,
         **overlap_options(absorbed.device),
     )
-    if num_shares == 1:
-        return
-    # One token's queries are so few that each has a program.
-    queries = 1 if num_sharers is None and num_tokens == 1 else math.gcd(4, num_queries)
-    combine_kernel[(num_parts * num_queries // queries, num_shares - 1)](
-        tiles,
-        row_starts,
-        num_sharers,
-        partials,
-        lse,
-        out,
-        out_lse,
-        num_rows,
-        num_shares,
-        **shapes,
-        num_kv_heads=num_parts,
-        head_dim=latent_size,
-        HEAD_DIM=next_power_of_2(latent_size),
-        QUERIES=queries,
-        SPLITS=8 // queries,
-        num_warps=4,
-        **overlap_options(absorbed.device),
-    )
+    of_parts = {**shapes, "num_kv_heads": num_parts, "head_dim": latent_size, "HEAD_DIM": next_power_of_2(latent_size)}
+    combine(plan, num_sharers, partials, lse, out, out_lse, of_parts)
 
 
 @triton.jit

@@ -73,8 +73,9 @@ def add_scaled_rms_norm(
     """Return the norm of (x + residual) * total_scale, and this product, which is rounded after each of the two steps.
 
     x: (num_splits, num_rows, size). residual: (num_rows, size). total_scale: (1,); None for 1. The rest: see
-    `add_rms_norm`. other_terms: like x, of any number; with part_weights alone, which are of a norm of the sum of x and one of the sum
-    of the other terms. What both norms make is added in the place of x.
+    `add_rms_norm`.
+    other_terms: like x, of any number, or None. Then the sum of x is normalised by the first of part_weights, and that
+    of the other terms by the second, before the two are added up.
     """
     x = x[0] if len(x) == 1 else x.sum(0)
     if part_weights is not None:
