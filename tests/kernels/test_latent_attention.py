@@ -12,7 +12,12 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.layers.attention.latent import TorchLatentBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata
 from nanoinfer.models import latent_attention
-from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents, store_and_absorb, values_of_sums
+from nanoinfer.ops.latent_attention.spec import (
+    gather_latents,
+    norm_rope_store_latents,
+    store_and_absorb,
+    values_of_sums,
+)
 from tests.latent_cases import (
     DECODES,
     FLASH,
@@ -76,19 +81,40 @@ def test_rows_that_read_a_prefix_together_get_what_each_gets_alone(num_tokens: i
 
 
 @pytest.mark.parametrize("name", [name for name in PREFILLS if "chunks" in name])
-def test_prefill_over_cached_vectors_equals_its_specification(name: str) -> None:
+def test_prefill_over_cached_vectors_equals_its_specification(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_triton, "MAX_EXPANDED", 0)
     assert_equals_specification(prefill_step(*PREFILLS[name]))
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_prefill_over_expanded_keys_and_values_equals_its_specification(
-    small: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "is_absorbed"),
+    [
+        ((1000, 600), (1000, 900), False),  # a prompt of which the step before computed a part
+        ((4000,), (8000,), True),  # much memory
+        ((100, 100), (2100, 2100), True),  # few tokens after long prefixes
+    ],
+)
+def test_prefill_absorbs_where_few_tokens_attend_to_many_of_earlier_steps(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], is_absorbed: bool
 ) -> None:
+    backend = TritonLatentBackend(replace(decode_step(20, (1,), sizes=FLASH).spec), CPU)
+    assert backend._absorbing_pays(query_lens, context_lens) == is_absorbed
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("name", ["whole prompts", "chunks and whole prompts"])
+def test_prefill_over_expanded_keys_and_values_equals_its_specification(
+    name: str, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of earlier steps are expanded too, where that takes less than absorbing."""
     monkeypatch.setattr(kernels, "has_large_shared_memory", lambda device: not small)
-    step = prefill_step(*PREFILLS["whole prompts"])
-    spec, num_tokens = step.spec, len(step.absorbed)
-    q = randn(num_tokens, spec.num_heads, SIZES.plain_size + SIZES.rotary_size)
-    vectors, weight = randn(num_tokens, SIZES.vector_size, seed=1), randn(3, 24, SIZES.plain_size + SIZES.value_size)
+    monkeypatch.setattr(TritonLatentBackend, "_absorbing_pays", lambda *_: False)
+    step = prefill_step(*PREFILLS[name])
+    spec = step.spec
+    q = randn(len(step.absorbed), spec.num_heads, SIZES.plain_size + SIZES.rotary_size)
+    weight, metadata = randn(3, 24, SIZES.plain_size + SIZES.value_size), step.metadata
+    of_chunks = zip(metadata.block_tables, metadata.context_lens, metadata.query_lens, strict=True)
+    vectors = torch.cat([gather_latents(step.cache, table, end)[-num:] for table, end, num in of_chunks])
 
     def expand(latents: torch.Tensor) -> torch.Tensor:
         return torch.einsum("tl,hls->ths", latents, weight)
@@ -97,7 +123,8 @@ def test_prefill_over_expanded_keys_and_values_equals_its_specification(
         backend.attend_to_heads(q, vectors, expand, step.cache, backend.plan(step.metadata, step.cache))
         for backend in (TritonLatentBackend(spec, CPU), TorchLatentBackend(spec))
     )
-    assert not TritonLatentBackend(spec, CPU).reads_latents(step.metadata)
+    backend = TritonLatentBackend(spec, CPU)
+    assert not backend.reads_latents(backend.plan(step.metadata, step.cache))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -165,9 +192,9 @@ def test_steps_without_tokens_write_nothing() -> None:
     assert kernels.values_of_sums(randn(0, 2, 24), randn(2, 20, 24)).shape == (0, 2, 20)
 
 
-@pytest.mark.parametrize("max_few_rows", [0, 4])
+@pytest.mark.parametrize(("max_few_rows", "max_expanded"), [(0, 0), (4, 10**6)])
 def test_an_engine_over_the_kernels_gives_the_tokens_of_plain_attention(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, max_few_rows: int
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, max_few_rows: int, max_expanded: int
 ) -> None:
     """Whole prompts and chunks, a second sample of each that reads its prompt with the first."""
     folder, prompts = (
@@ -195,8 +222,9 @@ def test_an_engine_over_the_kernels_gives_the_tokens_of_plain_attention(
         return run
 
     expected = answers()
-    names = {"absorbed_prefill_attention", "expanded_prefill_attention", "paged_latent_attention"}
-    names.add("shared_latent_attention")
+    monkeypatch.setattr(latent_triton, "MAX_EXPANDED", max_expanded)
+    names = {"expanded_prefill_attention", "paged_latent_attention", "shared_latent_attention"}
+    names |= set() if max_expanded else {"absorbed_prefill_attention"}
     for name in names:
         monkeypatch.setattr(latent_triton, name, noted(name))
     for name in ("norm_rope_store_latents", "store_and_absorb", "values_of_sums"):

@@ -514,9 +514,30 @@ def _queries_of_prefix(device):
     return MAX_QUERIES if has_large_shared_memory(device) else SMALL_TILE
 
 
-def tile_tokens(device, block_size):
-    """Return how many vectors a tile of decode has."""
-    return math.gcd(block_size, 32 if has_large_shared_memory(device) else 16)
+class DecodeShape(NamedTuple):
+    """Says how decode is compiled, for a tile of so many queries."""
+
+    tile: int  # vectors
+    num_stages: int
+    num_warps: int
+    programs: int  # of a multiprocessor
+
+
+# By queries of a tile, up to so many: where a program may have 200 KiB of shared memory, and where it has less.
+DECODE_SHAPES = {16: DecodeShape(32, 3, 4, 2), 32: DecodeShape(64, 3, 8, 1), 64: DecodeShape(32, 1, 8, 1)}
+SMALL_DECODE_SHAPES = {32: DecodeShape(16, 3, 4, 1)}
+
+
+def decode_shape(num_queries, device):
+    """Return the shape of tiles of so many queries."""
+    shapes = DECODE_SHAPES if has_large_shared_memory(device) else SMALL_DECODE_SHAPES
+    return next(shape for most, shape in shapes.items() if num_queries <= most)
+
+
+def tile_tokens(num_heads, num_tokens, device, block_size, of_prefixes=False):
+    """Return how many vectors a tile of decode has, of rows of so many tokens or of shared prefixes."""
+    num_queries = _queries_of_prefix(device) if of_prefixes else heads_of_part(num_heads, num_tokens) * num_tokens
+    return math.gcd(block_size, decode_shape(num_queries, device).tile)
 
 
 def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, num_sharers=None, prefix=None):
@@ -533,11 +554,8 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
     num_parts = num_heads // group_size
     num_queries = group_size * num_tokens if num_sharers is None else _queries_of_prefix(absorbed.device)
     queries = max(MIN_QUERIES, next_power_of_2(num_queries))
-    is_small = queries <= SMALL_TILE
-    num_programs = num_multiprocessors(absorbed.device)
-    if is_small and has_large_shared_memory(absorbed.device):
-        num_programs *= 2
-    num_shares = max(1, num_programs // num_parts)
+    shape = decode_shape(num_queries, absorbed.device)
+    num_shares = max(1, num_multiprocessors(absorbed.device) * shape.programs // num_parts)
     shapes = {"group_size": group_size, "num_tokens": num_tokens, "num_queries": num_queries}
     partials = out.new_empty((num_parts, num_shares, 2, num_queries, latent_size), dtype=torch.float32)
     lse = partials.new_empty(partials.shape[:-1])
@@ -566,8 +584,8 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
         ROTARY=max(MIN_DEPTH, next_power_of_2(rotary_size)),
         QUERIES=queries,
         TILE=tile_size,
-        STAGES=3 if is_small else 1,
-        num_warps=4 if is_small else 8,
+        STAGES=shape.num_stages,
+        num_warps=shape.num_warps,
         **overlap_options(absorbed.device),
     )
     of_parts = {**shapes, "num_kv_heads": num_parts, "head_dim": latent_size, "HEAD_DIM": next_power_of_2(latent_size)}
@@ -648,7 +666,7 @@ def _attend_to_keys(
     return maximum, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "block_table_stride"])
 def _latent_prefill_kernel(
     q_ptr,
     q_rotated_ptr,
@@ -656,7 +674,8 @@ def _latent_prefill_kernel(
     values_ptr,
     rotated_keys_ptr,
     tiles_ptr,
-    block_tables_ptr,  # None: keys are expanded, those of the chunks, which are whole prompts; else cached vectors
+    block_tables_ptr,  # None: keys are expanded, those of all contexts, one after the other; else cached vectors
+    cu_context_lens_ptr,  # None, like block_tables_ptr, where the other is there: where contexts begin
     out_ptr,
     scale_log2,  # scale * log2(e): the softmax is computed in powers of two
     q_token_stride,
@@ -668,7 +687,7 @@ def _latent_prefill_kernel(
     rotated_key_stride,
     kv_head_stride,  # of keys and of values
     block_table_stride,
-    num_heads: tl.constexpr,
+    num_heads,
     group_size: tl.constexpr,  # heads of a tile of queries
     block_size: tl.constexpr,
     plain_size: tl.constexpr,
@@ -690,6 +709,9 @@ def _latent_prefill_kernel(
     table_ptr = None
     if block_tables_ptr is not None:
         table_ptr = block_tables_ptr + chunk * block_table_stride
+        first_line = chunk * 0
+    else:
+        first_line = tl.load(cu_context_lens_ptr + chunk).to(tl.int64)
 
     row = tl.arange(0, ROWS)
     plain_dim = tl.arange(0, PLAIN)
@@ -707,7 +729,6 @@ def _latent_prefill_kernel(
 
     end = first_position + num_tokens  # behind the last query
     last_full = (first_position + 1) // KEYS * KEYS  # up to here, all queries see all keys
-    first_line = first_token - first_position
     keys_ptr += part * kv_head_stride
     values_ptr += part * kv_head_stride
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -750,35 +771,38 @@ def _shape(device, is_absorbed):
     return SMALL_ABSORBED if is_absorbed else SMALL_EXPANDED
 
 
-def plan_expanded_prefill(query_lens, device):
-    """List the tiles of queries of whole prompts for `expanded_prefill_attention`: see `plan_prefill`."""
-    return plan_prefill(query_lens, query_lens, TILE_ROWS // _shape(device, is_absorbed=False).rows, device)
+def plan_expanded_prefill(query_lens, context_lens, device):
+    """List the tiles of queries for `expanded_prefill_attention`: see `plan_prefill`."""
+    return plan_prefill(query_lens, context_lens, TILE_ROWS // _shape(device, is_absorbed=False).rows, device)
 
 
 def plan_absorbed_prefill(query_lens, context_lens, num_heads, device):
     """List the tiles of queries of so many heads for `absorbed_prefill_attention`: see `plan_prefill`."""
     rows = _shape(device, is_absorbed=True).rows
-    return plan_prefill(query_lens, context_lens, _heads_of_tile(num_heads, device) * TILE_ROWS // rows, device)
+    return plan_prefill(query_lens, context_lens, _heads_of_tile(num_heads) * TILE_ROWS // rows, device)
 
 
-def _heads_of_tile(num_heads, device):
-    """Return how many heads of a token share a tile of absorbed queries in prefill: a divisor of all."""
-    most = min(num_heads, _shape(device, is_absorbed=True).rows)
-    return next(count for count in range(most, 0, -1) if num_heads % count == 0)
+def _heads_of_tile(num_heads):
+    """Return how many heads of a token share a tile of absorbed queries in prefill: as many for most numbers of heads.
+
+    So steps whose heads are computed in parts of several sizes run one kernel, which is compiled once.
+    """
+    return math.gcd(num_heads, 4)
 
 
-def expanded_prefill_attention(q, expanded, rotated_keys, tiles, plain_size, scale):
-    """Attend from the tokens of whole prompts to their expanded keys and values: (num_tokens, num_heads, value_size).
+def expanded_prefill_attention(q, expanded, rotated_keys, tiles, cu_context_lens, plain_size, scale):
+    """Attend from all tokens of a step's chunks to expanded keys and values: (num_tokens, num_heads, value_size).
 
-    For each prompt it computes `causal_attention` of ops/prefill_attention.
+    For each chunk it computes `causal_attention` of ops/prefill_attention.
 
-    q: (num_tokens, num_heads, plain_size + rotary_size). expanded: (num_tokens, num_heads, plain_size + value_size),
-    contiguous: keys without their rotated part, then values. rotated_keys: (num_tokens, rotary_size), of all heads.
-    tiles: from `plan_expanded_prefill`.
+    q: (num_tokens, num_heads, plain_size + rotary_size). expanded: (num_context_tokens, num_heads, plain_size +
+    value_size), contiguous: keys without their rotated part, then values, of all contexts, one after the other.
+    rotated_keys: (num_context_tokens, rotary_size), of all heads. tiles: from `plan_expanded_prefill`.
+    cu_context_lens: (num_chunks + 1,) int32, where contexts begin and end.
     """
     keys, values = expanded.split([plain_size, expanded.shape[2] - plain_size], dim=2)
     q, rotated = q.split([plain_size, q.shape[2] - plain_size], dim=2)
-    return _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale)
+    return _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale, cu_context_lens=cu_context_lens)
 
 
 def absorbed_prefill_attention(absorbed, rotated, cache, tiles, block_tables, scale):
@@ -797,13 +821,15 @@ def absorbed_prefill_attention(absorbed, rotated, cache, tiles, block_tables, sc
     )
 
 
-def _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale, block_tables=None, block_size=None):
+def _launch_prefill(
+    q, rotated, keys, values, rotated_keys, tiles, scale, block_tables=None, block_size=None, cu_context_lens=None
+):
     """Launch prefill. Last dimensions are contiguous; keys and values have one head, or as many as queries."""
     _, num_heads, plain_size = q.shape
     value_size, rotary_size = values.shape[2], rotated.shape[2]
     is_absorbed = block_tables is not None
     shape = _shape(q.device, is_absorbed)
-    group_size = _heads_of_tile(num_heads, q.device) if is_absorbed else 1
+    group_size = _heads_of_tile(num_heads) if is_absorbed else 1
     out = q.new_empty(*q.shape[:2], value_size)
     _latent_prefill_kernel[(len(tiles), num_heads // group_size)](
         q,
@@ -813,6 +839,7 @@ def _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale, block_
         rotated_keys,
         tiles,
         block_tables,
+        cu_context_lens,
         out,
         scale * math.log2(math.e),
         *q.stride()[:2],
