@@ -11,7 +11,7 @@ import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.layers.attention.latent import TorchLatentBackend
 from nanoinfer.layers.attention.metadata import DecodeMetadata
-from nanoinfer.models import latent_attention
+from nanoinfer.models import execution, latent_attention
 from nanoinfer.ops.latent_attention.spec import (
     gather_latents,
     norm_rope_store_latents,
@@ -235,3 +235,23 @@ def test_an_engine_over_the_kernels_gives_the_tokens_of_plain_attention(
     )
     assert answers() == expected
     assert passes == names
+
+
+def test_what_steps_seldom_run_is_compiled_ahead(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        latent_attention, "select_latent_backend", lambda _, spec: latent_triton.TritonLatentBackend(spec, CPU)
+    )
+    folder, launched = checkpoint("Glm4MoeLiteForCausalLM", 0, q_lora_rank=16), []
+    with LLM(folder, device="cpu", dtype="float32", max_model_len=64, num_kvcache_blocks=10) as llm:
+        decoder = llm.engine.runner.model.model
+    monkeypatch.setattr(latent_attention, "few_rows_kernels_serve", lambda num_rows, _: num_rows <= 4)
+    for module, name in ((latent_triton, "absorbed_prefill_attention"), (latent_attention, "few_rows_product")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, name=name, kernel=kernel, **rest: launched.append(name) or kernel(*args, **rest)
+        )
+    with execution.compiling_few_rows(decoder, [1, 2, 8]):
+        pass
+    assert sorted(launched) == ["absorbed_prefill_attention", "few_rows_product", "few_rows_product"]
