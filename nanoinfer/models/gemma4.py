@@ -18,7 +18,8 @@ from nanoinfer.checkpoint.model_config import LayerConfig, LayerInputs, ModelCon
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.layernorm import ResidualStream, ResidualSum, WideRMSNorm
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
@@ -30,6 +31,7 @@ from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSetup, DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.gemma import Gemma3Embedding
+from nanoinfer.models.layer_stack import Layer, RunLayer
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
@@ -293,10 +295,24 @@ class Gemma4Layer(DecoderLayer):
 
 
 class Gemma4Decoder(Decoder):
-    """Holds the embeddings of the layers' own inputs, too."""
+    """Holds the embeddings of the layers' own inputs, too.
 
-    def __init__(self, config: ModelConfig, *args: Any) -> None:
-        super().__init__(config, *args)
+    The last layers may have no keys and values, so nothing reads what they make of a prompt's tokens but its logits.
+    They compute the last token of each chunk alone where no other token's hidden state is wanted (as in YOCO, Sun et
+    al. 2024).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: DecoderSpec,
+        max_positions: int,
+        backends: AttentionBackends,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__(config, spec, max_positions, backends, tp)
+        self.backends, self.sum = backends, ResidualSum(config.hidden_size, config.rms_norm_eps)
+        self.num_sharing = sum(layer.shares_cache for layer in config.layers or ())  # the last layers
         inputs = self.layer_inputs = config.layer_inputs
         if inputs is not None:
             size = config.num_hidden_layers * inputs.size
@@ -313,6 +329,39 @@ class Gemma4Decoder(Decoder):
         projected = self.per_layer_model_projection(embeddings) * embeddings.shape[1] ** -0.5
         projected = rms_norm(projected.unflatten(1, shape), norm.weight, norm.eps)
         return LayerInputStream(embeddings, (projected + of_tokens) * LAYER_SHARE)
+
+    def forward(self, step: ForwardStep, run_layer: RunLayer = Layer.__call__) -> Tensor:
+        has_more = step.adapters is not None or step.images is not None or step.routed is not None  # for each token
+        if not isinstance(step.attention, PrefillMetadata) or step.reads_all or has_more or not self.num_sharing:
+            return super().forward(step, run_layer)
+        if self.has_experts:
+            step = replace(step, row_mask=step.attention.slot_mapping >= 0)
+        stream = self.start(step)
+        for layer in self.layers[: -self.num_sharing]:
+            run_layer(layer, stream, step)
+        stream.normalise(self.sum)  # adds what waits to be added
+        last = step.attention.cu_query_lens[1:].long() - 1  # (num_chunks,)
+        num_tokens, stream, step = len(step.token_ids), self._rows_of(stream, last), self._step_of(step, last)
+        for layer in self.layers[-self.num_sharing :]:
+            run_layer(layer, stream, step)
+        finished = self.finish(stream)
+        return finished.new_zeros(num_tokens, finished.shape[1]).index_copy_(0, last, finished)
+
+    def _rows_of(self, stream: ResidualStream, rows: Tensor) -> ResidualStream:
+        """Return some rows of the stream, to which nothing waits to be added."""
+        if isinstance(stream, LayerInputStream):
+            return LayerInputStream(stream.residual[rows], stream.layer_inputs[rows])
+        return ResidualStream(stream.residual[rows])
+
+    def _step_of(self, step: ForwardStep, last: Tensor) -> ForwardStep:
+        """Return the step that computes the last token of each chunk alone. last: (num_chunks,), where they are."""
+        plans: list[Metadata] = []
+        for table, metadata in enumerate(step.metadata):
+            assert isinstance(metadata, PrefillMetadata), "a decode step computes all of its tokens"
+            plans.append(self.backends.plan(metadata.of_last_tokens(), step.kv_cache, table))
+        row_mask = None if step.row_mask is None else step.row_mask[last]
+        ids, positions = step.token_ids[last], step.positions[last]
+        return replace(step, token_ids=ids, positions=positions, metadata=tuple(plans), row_mask=row_mask)
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
