@@ -38,7 +38,7 @@ from nanoinfer.ops.decode_attention.triton import (
     visible_tokens,
 )
 from nanoinfer.ops.norms.triton import normalised
-from nanoinfer.ops.prefill_attention.triton import TILE_ROWS, plan_prefill
+from nanoinfer.ops.prefill_attention.triton import plan_query_tiles
 
 MIN_DEPTH = 16  # of tl.dot; smaller rotated parts are filled up
 HEADS_OF_WRITE = 8  # queries that a program of the write rotates
@@ -772,14 +772,14 @@ def _shape(device, is_absorbed):
 
 
 def plan_expanded_prefill(query_lens, context_lens, device):
-    """List the tiles of queries for `expanded_prefill_attention`: see `plan_prefill`."""
-    return plan_prefill(query_lens, context_lens, TILE_ROWS // _shape(device, is_absorbed=False).rows, device)
+    """List the tiles of queries for `expanded_prefill_attention`: see `plan_query_tiles`."""
+    return plan_query_tiles(query_lens, context_lens, _shape(device, is_absorbed=False).rows, device)
 
 
 def plan_absorbed_prefill(query_lens, context_lens, num_heads, device):
-    """List the tiles of queries of so many heads for `absorbed_prefill_attention`: see `plan_prefill`."""
+    """List the tiles of queries of so many heads for `absorbed_prefill_attention`: see `plan_query_tiles`."""
     rows = _shape(device, is_absorbed=True).rows
-    return plan_prefill(query_lens, context_lens, _heads_of_tile(num_heads) * TILE_ROWS // rows, device)
+    return plan_query_tiles(query_lens, context_lens, rows // _heads_of_tile(num_heads), device)
 
 
 def _heads_of_tile(num_heads):
