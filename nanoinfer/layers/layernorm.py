@@ -1,6 +1,5 @@
 """The residual stream, and norms: RMSNorm (Zhang and Sennrich 2019) and its kin, which add to it first; LayerNorm."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -140,11 +139,8 @@ class ResidualStream:
         assert self.added is not None, "the norm that scales a sum also adds it"
         self.added = replace(self.added, total_scale=factor)
 
-    def normalise(self, norm: Callable[..., tuple[Any, Tensor]], out_format: RowFormat | None = None) -> None:
-        """Add the waiting terms, and normalise the sum. norm: an RMSNorm, or what does the same as its `forward`.
-
-        out_format: how the next product wants its inputs.
-        """
+    def normalise(self, norm: RMSNorm, out_format: RowFormat | None = None) -> None:
+        """Add the waiting terms, and normalise the sum. out_format: how the next product wants its inputs."""
         self.normed = None  # frees it first
         self.normed, self.residual = norm(self.added, self.residual, out_format)
         self.added = None

@@ -98,7 +98,7 @@ def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Ten
         products += [] if first is None else few_rows_products(first, num_rows)
     else:
         others = [*decoder.layers]
-    own = next((part for part in decoder.modules() if hasattr(part, "compiled_ahead")), None)
+    own: Any = next((part for part in decoder.modules() if hasattr(part, "compiled_ahead")), None)
     products += [] if own is None else own.compiled_ahead(num_rows)
     plain = [part for layer in others for part in layer.modules() if _is_plain_product(part)]
     for proj in {(part.weight.shape, part.bias is None): part for part in plain}.values():

@@ -211,6 +211,11 @@ class LayerInputStream(ResidualStream):
         self.layer_inputs = layer_inputs
 
 
+def rounded(rows: Tensor, row_format: RowFormat | None) -> Activations:
+    """Return rows in the format that a product wants."""
+    return rows if row_format is None else quantize_rows(rows, row_format)
+
+
 class BranchRows(NamedTuple):
     """Holds the stream as the three parts behind attention read it, normalised by a weight of each."""
 
@@ -242,10 +247,25 @@ class Gemma4Layer(DecoderLayer):
             self.post_per_layer_input_norm = WideRMSNorm(size, eps)
 
     def normalise_sum(self, stream: ResidualStream) -> None:
-        if self.has_experts:
-            stream.normalise(self._norms_of_sum)
-        else:
+        if not self.has_experts:
             super().normalise_sum(stream)
+            return
+        added = stream.added
+        assert added is not None, "the stream is normalised after attention has added to it"
+        assert added.sum_weight is not None, "what attention adds is normalised before"
+        weights = (
+            self.pre_feedforward_layernorm.weight,
+            self.router.norm.weight,
+            self.pre_feedforward_layernorm_2.weight,
+        )
+        eps, terms = self.router.norm.eps, added.all_reduced()
+        (of_mlp, of_router, of_experts), total = add_rms_norms(terms, stream.residual, weights, eps, added.sum_weight)
+        stream.normed = BranchRows(
+            rounded(of_mlp, self.mlp.input_format),
+            of_router,
+            rounded(of_experts, self.experts.gate_up_proj.input_format),
+        )
+        stream.residual, stream.added = total, None
 
     def add_mlp(
         self, stream: ResidualStream, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
@@ -257,22 +277,6 @@ class Gemma4Layer(DecoderLayer):
         if self.has_input:
             self._add_input(cast(LayerInputStream, stream))
         stream.scale(self.layer_scalar)
-
-    def _norms_of_sum(
-        self, hidden: PartialSum | None, residual: Tensor, _out_format: RowFormat | None = None
-    ) -> tuple[BranchRows, Tensor]:
-        """Add attention's output, and normalise the sum for the MLP, the router and the experts; see `RMSNorm`."""
-        assert hidden is not None, "the stream is normalised after attention has added to it"
-        assert hidden.sum_weight is not None, "what attention adds is normalised before"
-        weights = (
-            self.pre_feedforward_layernorm.weight,
-            self.router.norm.weight,
-            self.pre_feedforward_layernorm_2.weight,
-        )
-        eps, formats = self.router.norm.eps, (self.mlp.input_format, None, self.experts.gate_up_proj.input_format)
-        rows, total = add_rms_norms(hidden.all_reduced(), residual, weights, eps, hidden.sum_weight)
-        rounded = (x if form is None else quantize_rows(x, form) for x, form in zip(rows, formats, strict=True))
-        return BranchRows(*rounded), total
 
     def _mlp_and_experts(self, rows: BranchRows, row_mask: Tensor | None, routed: list[Tensor] | None) -> PartialSum:
         """Return what the MLP and the experts make of the stream, each to be normalised before both are added up."""
@@ -331,8 +335,9 @@ class Gemma4Decoder(Decoder):
         return LayerInputStream(embeddings, (projected + of_tokens) * LAYER_SHARE)
 
     def forward(self, step: ForwardStep, run_layer: RunLayer = Layer.__call__) -> Tensor:
+        attention = step.attention
         has_more = step.adapters is not None or step.images is not None or step.routed is not None  # for each token
-        if not isinstance(step.attention, PrefillMetadata) or step.reads_all or has_more or not self.num_sharing:
+        if not isinstance(attention, PrefillMetadata) or step.reads_all or has_more or not self.num_sharing:
             return super().forward(step, run_layer)
         if self.has_experts:
             step = replace(step, row_mask=step.attention.slot_mapping >= 0)
@@ -340,7 +345,7 @@ class Gemma4Decoder(Decoder):
         for layer in self.layers[: -self.num_sharing]:
             run_layer(layer, stream, step)
         stream.normalise(self.sum)  # adds what waits to be added
-        last = step.attention.cu_query_lens[1:].long() - 1  # (num_chunks,)
+        last = attention.cu_query_lens[1:].long() - 1  # (num_chunks,)
         num_tokens, stream, step = len(step.token_ids), self._rows_of(stream, last), self._step_of(step, last)
         for layer in self.layers[-self.num_sharing :]:
             run_layer(layer, stream, step)

@@ -171,9 +171,9 @@ class LatentAttention(nn.Module):
         sizes, weight = self.sizes, self.kv_b_proj.wide_weight
         vectors = weight.new_zeros(1, 1, self.block_size, sizes.vector_size)
         cache = LayerCache(vectors, vectors[..., : sizes.latent_size])
-        ends = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32, device=weight.device)
+        ends, context_ends = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32, device=weight.device)
         slots = torch.full((1,), -1, device=weight.device)
-        metadata = PrefillMetadata((1,), (2,), *ends, slots, ends.new_zeros(1, 1))
+        metadata = PrefillMetadata((1,), (2,), ends, context_ends, slots, ends.new_zeros(1, 1))
         queries = weight.new_zeros(1, self.num_heads, sizes.plain_size + sizes.rotary_size)
         return self._attend_to_latents(queries, cache, self.backend.plan(metadata, cache))
 
