@@ -9,6 +9,8 @@ A tile of vectors is read once: all its numbers are keys, and its latents are va
   them, and to a rotated part that all heads share. Or, absorbed, they attend to cached vectors, and several heads of a
   token share a tile. One kernel computes both.
 - The write has a program for the vector of each token, and others for the queries, which are rotated in their place.
+- Of few tokens, the write absorbs the queries too, and a second kernel makes values of the sums. These are products of
+  one row by a weight for each head, so their weights are on their way before the kernel before them is done.
 """
 
 import math
