@@ -115,8 +115,6 @@ def draw(seed: int, device: str) -> Combination:
     options = _draw_engine(rng, sizes, model)
     if architecture == "GptOssForCausalLM":  # whose experts are not rounded
         options["quantization"] = None
-    if model.get("enable_moe_block") and options["quantization"] == "fp8":  # experts with GeGLU have no such kernels
-        options["quantization"] = "int4"
     if architecture in LATENT:  # whose vectors have 16 bits
         options["kv_cache_dtype"] = "auto"
     limit = min(options["max_model_len"] or model["max_position_embeddings"], 1000 if device == "cpu" else 3500)

@@ -37,6 +37,7 @@ def unrounded_expert_mlp(
     expert_ids: Tensor,
     weights: Tensor,
     dtype: torch.dtype,
+    is_geglu: bool = False,
 ) -> Tensor:
     """Return what `fp8_expert_mlp` would in float64, with nothing rounded on the way; the formats do not matter."""
     wide = dequantize_rows(QuantizedRows(x, x_scales)).double()
@@ -45,7 +46,8 @@ def unrounded_expert_mlp(
         token, choice = (expert_ids == expert).nonzero(as_tuple=True)
         first, second = (dequantize_weight(*(part[expert] for part in both[:2])).double() for both in (gate_up, down))
         gate, up = (wide[token] @ first.t()).chunk(2, 1)
-        result = (F.silu(gate) * up) @ second.t()
+        activated = F.gelu(gate, approximate="tanh") if is_geglu else F.silu(gate)
+        result = (activated * up) @ second.t()
         terms[choice, token] = result * weights[token, choice].unsqueeze(1)
     return terms
 

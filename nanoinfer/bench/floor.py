@@ -4,6 +4,7 @@ It follows from two rates, memory bandwidth and matrix products, that are measur
 what is counted. A run can come close to its floor and never below it, so its share of the floor says what is left.
 """
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.method_selection import has_fewer_bits
 
 GIB = 2**30
+LAYER = re.compile(r"\blayers\.(\d+)\.")  # in the name of a module
 STATE_BYTES = 4  # of a value of the states of linear attention
 
 
@@ -99,9 +101,10 @@ def compute_floor(
 
     In a layer with a window, a token attends to at most a window of tokens; a decode step reads for each sequence at
     most a window of those that it shares with no other. A layer that attends to the keys and values of another reads
-    them once more. A layer of linear attention reads and writes its states, in float32, once for each sequence of a
-    decode step; for each token and value head, a matrix of keys by values is multiplied by a vector twice and gets a
-    product of two added, 6 FLOPs for each of its values. Its convolution counts as nothing.
+    them once more. Such layers come last: they compute the last token of each prompt alone, unless log-probabilities of
+    the others are wanted. A layer of linear attention reads and writes its states, in float32, once for each sequence
+    of a decode step; for each token and value head, a matrix of keys by values is multiplied by a vector twice and gets
+    a product of two added, 6 FLOPs for each of its values. Its convolution counts as nothing.
 
     Weights in FP8 are read as a byte for each value, and multiplied at the rate for FP8; those in 4 bits are read as
     4.25 bits, with their scales, and multiplied at the rate for 16. What has 16 bits beside them counts so: routers,
@@ -143,8 +146,13 @@ def _floor_of_engine(
     num_wide = wide.layers_of_a_token
     products_of_a_token = 2 * ((weights.layers_of_a_token - num_wide) / layer_rate + num_wide / rates.matrix_rate)
     head = 2 * weights.lm_head * num_logits
-    pairs = {window: _num_pairs(workload, window) for window in {kind.window for kind in layers}}
-    num_products = sum(count * kind.query_width * pairs[kind.window] for kind, count in layers.items())
+    is_late_alone = workload.prompt_logprobs is None and not workload.answers  # the last layers compute last tokens
+    late_products = 2 * ((weights.late - wide.late) / layer_rate + wide.late / rates.matrix_rate)
+    num_spared = num_prefill_tokens - len(workload.prompts) if is_late_alone else 0
+    num_products = sum(
+        count * kind.query_width * _num_pairs(workload, kind.window, kind.is_late and is_late_alone)
+        for kind, count in layers.items()
+    )
     attention = 4 * num_products + 6 * _num_state_values(config) * num_prefill_tokens
 
     steps = decode_steps(workload, max_num_seqs)
@@ -164,7 +172,9 @@ def _floor_of_engine(
         return num_bytes / rates.bandwidth
 
     return Floor(
-        prefill_seconds=products_of_a_token * num_prefill_tokens + (head + attention) / rates.matrix_rate,
+        prefill_seconds=products_of_a_token * num_prefill_tokens
+        - late_products * num_spared
+        + (head + attention) / rates.matrix_rate,
         decode_matrix_seconds=sum(max(read_weights(step.num_seqs), multiply_one * step.num_seqs) for step in steps),
         decode_kv_seconds=num_kv_bytes / rates.bandwidth,
         num_decode_steps=len(steps),
@@ -174,12 +184,14 @@ def _floor_of_engine(
 class AttentionKind(NamedTuple):
     """Tells layers with attention apart by what the floor counts of them.
 
-    query_width: see `_query_width`. kv_values: values of a key and of a value, of all heads.
+    query_width: see `_query_width`. kv_values: values of a key and of a value, of all heads. is_late: whether they
+    attend to the keys and values of another layer.
     """
 
     window: int | None
     query_width: float
     kv_values: int
+    is_late: bool
 
 
 def _attention_layers(config: ModelConfig) -> Counter[AttentionKind]:
@@ -189,7 +201,7 @@ def _attention_layers(config: ModelConfig) -> Counter[AttentionKind]:
         layer = config.of_layer(index)
         values = BlockLayout.of(layer, TensorParallel()).num_values
         if not config.is_linear(index):
-            kinds[AttentionKind(window, _query_width(layer), sum(values))] += 1
+            kinds[AttentionKind(window, _query_width(layer), sum(values), layer.shares_cache)] += 1
     return kinds
 
 
@@ -207,8 +219,13 @@ def _num_state_values(config: ModelConfig) -> int:
     return sum(linear.is_linear) * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
 
 
-def _num_pairs(workload: Workload, window: int | None) -> int:
-    """Return how many pairs of a token and one that it attends to a layer computes; what is shared counts once."""
+def _num_pairs(workload: Workload, window: int | None, of_last_tokens: bool = False) -> int:
+    """Return how many pairs of a token and one that it attends to a layer computes; what is shared counts once.
+
+    of_last_tokens: whether it computes the last token of each prompt alone.
+    """
+    if of_last_tokens:
+        return sum(min(window or len(prompt), len(prompt)) for prompt in workload.prompts)
     num_pairs = sum(count_pairs(len(prompt), window) for prompt in workload.prompts)
     num_pairs -= (len(workload.prompts) - 1) * count_pairs(workload.shared_prefix, window)
     for prompt, answers in zip(workload.prompts, workload.answers, strict=False):  # which there may be none of
@@ -227,7 +244,8 @@ class Weights(NamedTuple):
     """Counts the values in a model's matrices, norms left out.
 
     dense: of all layers, experts left out. lm_head: also of the embedding, which is as large. expert: of one expert in
-    each layer that has any. wide_dense, wide_expert: those of them that have 16 bits where others have fewer.
+    each layer that has any. late: those of `dense` in layers that attend to the keys and values of another. wide_dense,
+    wide_expert, wide_late: those of them that have 16 bits where others have fewer.
     """
 
     dense: int
@@ -237,11 +255,13 @@ class Weights(NamedTuple):
     num_experts_per_tok: int = 0
     wide_dense: int = 0
     wide_expert: int = 0
+    late: int = 0
+    wide_late: int = 0
 
     @property
     def wide(self) -> "Weights":
         """Count only what has 16 bits where others have fewer."""
-        return self._replace(dense=self.wide_dense, expert=self.wide_expert)
+        return self._replace(dense=self.wide_dense, expert=self.wide_expert, late=self.wide_late)
 
     @property
     def layers_of_a_token(self) -> int:
@@ -267,13 +287,18 @@ def count_weights(config: ModelConfig) -> Weights:
     for name, module in model.named_modules():
         if hasattr(module, "quant_method") or isinstance(module, Router):
             *of_experts, num_outputs, num_inputs = module.weight.shape
-            kind = "expert" if of_experts else "dense"
-            num_values[kind] += num_outputs * num_inputs
-            if config.quantization is not None and not has_fewer_bits(config.quantization, name, module):
-                num_wide[kind] += num_outputs * num_inputs
+            kinds = {"expert" if of_experts else "dense"}
+            if not of_experts and config.layers is not None and (layer := LAYER.search(name)):
+                kinds |= {"late"} if config.layers[int(layer[1])].shares_cache else set()
+            is_wide = config.quantization is not None and not has_fewer_bits(config.quantization, name, module)
+            for kind in kinds:
+                num_values[kind] += num_outputs * num_inputs
+                num_wide[kind] += num_outputs * num_inputs * is_wide
     lm_head = config.vocab_size * config.hidden_size
     experts = (config.moe.num_experts, config.moe.num_experts_per_tok) if config.moe else (0, 0)
-    return Weights(num_values["dense"], lm_head, num_values["expert"], *experts, num_wide["dense"], num_wide["expert"])
+    wide = num_wide["dense"], num_wide["expert"]
+    late = num_values["late"], num_wide["late"]
+    return Weights(num_values["dense"], lm_head, num_values["expert"], *experts, *wide, *late)
 
 
 def embedding_flops(config: ModelConfig, lens: list[int]) -> float:

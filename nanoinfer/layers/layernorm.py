@@ -48,8 +48,9 @@ class RMSNorm(nn.Module):
         if hidden is None:
             return rms_norm(residual, self.weight, self.eps, self.centres), residual
         weight, eps, sum_weight, others = self.weight, self.eps, hidden.sum_weight, hidden.other_terms
-        if hidden.total_scale is not None:
-            return add_scaled_rms_norm(hidden.all_reduced(), residual, weight, eps, sum_weight, hidden.total_scale)
+        if hidden.total_scale is not None or hidden.part_weights is not None:
+            terms, scale, parts = hidden.all_reduced(), hidden.total_scale, hidden.part_weights
+            return add_scaled_rms_norm(terms, residual, weight, eps, sum_weight, scale, others, parts)
         if hidden.buffers is not None:
             assert not self.centres, "the kernel that all-reduces subtracts no mean"
             return all_reduce_add_rms_norm(hidden.terms, residual, hidden.buffers, weight, eps, sum_weight)
@@ -62,7 +63,8 @@ class RMSNorm(nn.Module):
     def _to_fp8(
         self, hidden: PartialSum | None, residual: Tensor, out_format: RowFormat
     ) -> tuple[QuantizedRows, Tensor]:
-        if hidden is None or hidden.buffers is not None or hidden.total_scale is not None or self.centres:
+        is_scaled = hidden is not None and (hidden.total_scale is not None or hidden.part_weights is not None)
+        if hidden is None or hidden.buffers is not None or is_scaled or self.centres:
             out, total = self.forward(hidden, residual)
             return quantize_rows(out, out_format), total
         sum_weight, others = hidden.sum_weight, hidden.other_terms

@@ -179,7 +179,9 @@ class PartialSum:
     tp: the ranks that must still all-reduce the terms, one on each; None if there is no need, or the norm does it.
     other_terms: further terms in a tensor of their own, contiguous, in any dtype; None for none. With one rank only.
     total_scale: (1,), by which the residual stream is multiplied when the terms are added to it; None for 1. Then there
-        are neither buffers nor other terms.
+        are no buffers, and other terms only with part_weights.
+    part_weights: (hidden_size,) each, of a norm of the terms' sum and of one of the other terms' sum, by which both are
+        normalised before they are added up; None for no such norms.
     """
 
     terms: Tensor
@@ -188,6 +190,7 @@ class PartialSum:
     tp: TensorParallel | None = None
     other_terms: Tensor | None = None
     total_scale: Tensor | None = None
+    part_weights: tuple[Tensor, Tensor] | None = None
 
     def plus(self, other: "PartialSum") -> "PartialSum":
         """Return the sum of both, which the ranks all-reduce once. Neither is to be all-reduced by a norm."""

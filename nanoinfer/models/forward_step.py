@@ -31,6 +31,7 @@ class ForwardStep:
     adapters: LoRARows | None = None  # which adapter each token has; None where no row has any
     images: StepImages | None = None  # what tokens of images read; None where the step has none
     rotary_positions: Tensor | None = None  # (num_tokens,) int64, by which tokens after images rotate; None: positions
+    reads_all: bool = True  # False: of a prefill step only the hidden states of each chunk's last token are read
     routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
 
     @property

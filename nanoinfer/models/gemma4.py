@@ -5,7 +5,7 @@ E-models the last layers attend to the keys and values of earlier ones, and each
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from nanoinfer.checkpoint.model_config import LayerConfig, LayerInputs, ModelCon
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.backend import AttentionSpec
-from nanoinfer.layers.attention.metadata import PrefillMetadata
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.layernorm import ResidualStream, ResidualSum, WideRMSNorm
 from nanoinfer.layers.linear import ColumnParallelLinear, PartialSum, QKVParallelLinear, RowParallelLinear
@@ -30,10 +31,12 @@ from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSetup, DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.gemma import Gemma3Embedding
+from nanoinfer.models.layer_stack import Layer, RunLayer
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.kv_cache.spec import qkv_norm_rope_store
-from nanoinfer.ops.norms.spec import rms_norm
+from nanoinfer.ops.norms.spec import add_rms_norms, rms_norm
 from nanoinfer.ops.routing.spec import route
 
 EVERY_RANK = TensorParallel()  # for small products that are not split: each rank computes them whole
@@ -179,7 +182,7 @@ class RouterNorm(WideRMSNorm):
 
 
 class Gemma4Router(Router):
-    """Scores the experts for normalised inputs, and multiplies the weights of each by a scale of its own."""
+    """Scores the experts, and multiplies the weights of each by a scale of its own. norm: of its inputs."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig, eps: float) -> None:
         super().__init__(hidden_size, moe)
@@ -187,8 +190,7 @@ class Gemma4Router(Router):
         self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
-        terms = self.terms(rms_norm(hidden, self.norm.weight, self.norm.eps))
-        expert_ids, weights = route(terms, self.num_experts_per_tok, self.norm_topk_prob, row_mask)
+        expert_ids, weights = route(self.terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask)
         # A row without a token has an expert that does not exist, and weights of 0.
         scales = self.per_expert_scale[expert_ids.clamp(max=len(self.per_expert_scale) - 1)]
         return Routing(expert_ids, weights * scales.float())
@@ -207,6 +209,19 @@ class LayerInputStream(ResidualStream):
     def __init__(self, residual: Tensor, layer_inputs: Tensor) -> None:
         super().__init__(residual)
         self.layer_inputs = layer_inputs
+
+
+def rounded(rows: Tensor, row_format: RowFormat | None) -> Activations:
+    """Return rows in the format that a product wants."""
+    return rows if row_format is None else quantize_rows(rows, row_format)
+
+
+class BranchRows(NamedTuple):
+    """Holds the stream as the three parts behind attention read it, normalised by a weight of each."""
+
+    of_mlp: Activations
+    of_router: Tensor
+    of_experts: Activations
 
 
 class Gemma4Layer(DecoderLayer):
@@ -231,33 +246,49 @@ class Gemma4Layer(DecoderLayer):
             self.per_layer_projection.rounds_at_load = False
             self.post_per_layer_input_norm = WideRMSNorm(size, eps)
 
+    def normalise_sum(self, stream: ResidualStream) -> None:
+        if not self.has_experts:
+            super().normalise_sum(stream)
+            return
+        added = stream.added
+        assert added is not None, "the stream is normalised after attention has added to it"
+        assert added.sum_weight is not None, "what attention adds is normalised before"
+        weights = (
+            self.pre_feedforward_layernorm.weight,
+            self.router.norm.weight,
+            self.pre_feedforward_layernorm_2.weight,
+        )
+        eps, terms = self.router.norm.eps, added.all_reduced()
+        (of_mlp, of_router, of_experts), total = add_rms_norms(terms, stream.residual, weights, eps, added.sum_weight)
+        stream.normed = BranchRows(
+            rounded(of_mlp, self.mlp.input_format),
+            of_router,
+            rounded(of_experts, self.experts.gate_up_proj.input_format),
+        )
+        stream.residual, stream.added = total, None
+
     def add_mlp(
         self, stream: ResidualStream, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> None:
         if self.has_experts:
-            stream.add(self._mlp_and_experts(stream, row_mask, routed), self.norms.of_mlp)
+            stream.add(self._mlp_and_experts(stream.normed, row_mask, routed), self.norms.of_mlp)
         else:
             super().add_mlp(stream)
         if self.has_input:
             self._add_input(cast(LayerInputStream, stream))
         stream.scale(self.layer_scalar)
 
-    def _mlp_and_experts(
-        self, stream: ResidualStream, row_mask: Tensor | None, routed: list[Tensor] | None
-    ) -> PartialSum:
-        """Return the sum of what the MLP and the experts make of the stream, each normalised."""
-        residual = stream.residual
-        routing = self.router(residual, row_mask)
+    def _mlp_and_experts(self, rows: BranchRows, row_mask: Tensor | None, routed: list[Tensor] | None) -> PartialSum:
+        """Return what the MLP and the experts make of the stream, each to be normalised before both are added up."""
+        routing = self.router(rows.of_router, row_mask)
         if routed is not None:
             routed.append(routing.expert_ids)
-        rows, _ = self.pre_feedforward_layernorm_2(None, residual, self.experts.gate_up_proj.input_format)
-        terms = self.mlp(stream.normed_rows()).terms, self.experts(rows, routing)
-        sums = torch.stack([part[0] if len(part) == 1 else part.sum(0) for part in terms])
+        terms = self.mlp(rows.of_mlp).terms
+        of_experts = self.experts(rows.of_experts, routing)
         if self.tp.size > 1:
-            self.tp.all_reduce(sums)
-        norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
-        of_mlp, of_experts = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip(sums, norms, strict=True))
-        return PartialSum((of_mlp + of_experts).unsqueeze(0))
+            terms, of_experts = self.tp.all_reduce(torch.stack((terms[0], of_experts.sum(0)))).split(1)
+        weights = self.post_feedforward_layernorm_1.weight, self.post_feedforward_layernorm_2.weight
+        return PartialSum(terms, other_terms=of_experts, part_weights=weights)
 
     def _add_input(self, stream: LayerInputStream) -> None:
         """Add the layer's input, gated by the stream."""
@@ -268,10 +299,24 @@ class Gemma4Layer(DecoderLayer):
 
 
 class Gemma4Decoder(Decoder):
-    """Holds the embeddings of the layers' own inputs, too."""
+    """Holds the embeddings of the layers' own inputs, too.
 
-    def __init__(self, config: ModelConfig, *args: Any) -> None:
-        super().__init__(config, *args)
+    The last layers may have no keys and values, so nothing reads what they make of a prompt's tokens but its logits.
+    They compute the last token of each chunk alone where no other token's hidden state is wanted (as in YOCO, Sun et
+    al. 2024).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: DecoderSpec,
+        max_positions: int,
+        backends: AttentionBackends,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__(config, spec, max_positions, backends, tp)
+        self.backends, self.sum = backends, ResidualSum(config.hidden_size, config.rms_norm_eps)
+        self.num_sharing = sum(layer.shares_cache for layer in config.layers or ())  # the last layers
         inputs = self.layer_inputs = config.layer_inputs
         if inputs is not None:
             size = config.num_hidden_layers * inputs.size
@@ -288,6 +333,40 @@ class Gemma4Decoder(Decoder):
         projected = self.per_layer_model_projection(embeddings) * embeddings.shape[1] ** -0.5
         projected = rms_norm(projected.unflatten(1, shape), norm.weight, norm.eps)
         return LayerInputStream(embeddings, (projected + of_tokens) * LAYER_SHARE)
+
+    def forward(self, step: ForwardStep, run_layer: RunLayer = Layer.__call__) -> Tensor:
+        attention = step.attention
+        has_more = step.adapters is not None or step.images is not None or step.routed is not None  # for each token
+        if not isinstance(attention, PrefillMetadata) or step.reads_all or has_more or not self.num_sharing:
+            return super().forward(step, run_layer)
+        if self.has_experts:
+            step = replace(step, row_mask=step.attention.slot_mapping >= 0)
+        stream = self.start(step)
+        for layer in self.layers[: -self.num_sharing]:
+            run_layer(layer, stream, step)
+        stream.normalise(self.sum)  # adds what waits to be added
+        last = attention.cu_query_lens[1:].long() - 1  # (num_chunks,)
+        num_tokens, stream, step = len(step.token_ids), self._rows_of(stream, last), self._step_of(step, last)
+        for layer in self.layers[-self.num_sharing :]:
+            run_layer(layer, stream, step)
+        finished = self.finish(stream)
+        return finished.new_zeros(num_tokens, finished.shape[1]).index_copy_(0, last, finished)
+
+    def _rows_of(self, stream: ResidualStream, rows: Tensor) -> ResidualStream:
+        """Return some rows of the stream, to which nothing waits to be added."""
+        if isinstance(stream, LayerInputStream):
+            return LayerInputStream(stream.residual[rows], stream.layer_inputs[rows])
+        return ResidualStream(stream.residual[rows])
+
+    def _step_of(self, step: ForwardStep, last: Tensor) -> ForwardStep:
+        """Return the step that computes the last token of each chunk alone. last: (num_chunks,), where they are."""
+        plans: list[Metadata] = []
+        for table, metadata in enumerate(step.metadata):
+            assert isinstance(metadata, PrefillMetadata), "a decode step computes all of its tokens"
+            plans.append(self.backends.plan(metadata.of_last_tokens(), step.kv_cache, table))
+        row_mask = None if step.row_mask is None else step.row_mask[last]
+        ids, positions = step.token_ids[last], step.positions[last]
+        return replace(step, token_ids=ids, positions=positions, metadata=tuple(plans), row_mask=row_mask)
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):

@@ -5,6 +5,7 @@ holds these two alone. Prefill expands them to keys and values. Decode reads the
 that makes keys is multiplied into the queries, and the part that makes values into the sums.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,9 +21,11 @@ from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 from nanoinfer.models.decoder_spec import DecoderSetup
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve, few_rows_product
 from nanoinfer.ops.kv_cache.spec import LayerCache
-from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents
+from nanoinfer.ops.latent_attention.spec import norm_rope_store_latents, store_and_absorb, values_of_sums
 from nanoinfer.ops.norms.spec import rms_norm
+from nanoinfer.quantization.linear_method import ProductKind
 
 ALONE = TensorParallel()  # each rank has all latents
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
@@ -97,7 +100,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(sizes.latent_size, LATENT_EPS)
         self.kv_b_proj = LatentExpansion(sizes.latent_size, num_heads, sizes.plain_size + sizes.value_size, tp)
         self.o_proj = RowParallelLinear(num_heads * sizes.value_size, config.hidden_size, config.attention_bias, tp)
-        self.num_heads = tp.shard_size(num_heads, "query heads")
+        self.num_heads, self.block_size = tp.shard_size(num_heads, "query heads"), setup.backends.block_size
         spec = LatentAttentionSpec(self.num_heads, sizes, config.attention_scale)
         self.backend = setup.backends.shared(spec, place, partial(select_latent_backend, setup.backends, spec))
 
@@ -113,9 +116,10 @@ class LatentAttention(nn.Module):
         sizes, cache, metadata = self.sizes, step.kv_cache.layer(self.place), step.metadata[self.place.table]
         q, latents = projected.split([projected.shape[1] - sizes.vector_size, sizes.vector_size], dim=1)
         if sizes.query_rank is not None:
-            q = self.q_b_proj(rms_norm(q, self.q_a_layernorm.weight, LATENT_EPS))
+            q = self._project_queries(q, step.adapters is not None)
         q = q.unflatten(1, (self.num_heads, -1))  # (num_tokens, num_heads, plain_size + rotary_size)
-        vectors = norm_rope_store_latents(
+        weight = self.kv_b_proj.wide_weight
+        arguments = (
             latents,
             self.kv_a_layernorm.weight,
             LATENT_EPS,
@@ -126,10 +130,52 @@ class LatentAttention(nn.Module):
             metadata.slot_mapping,
             sizes.is_interleaved,
         )
+        if not metadata.is_prefill and few_rows_kernels_serve(len(q), weight.flatten(0, 1)):
+            of_keys, of_values = weight.split([sizes.plain_size, sizes.value_size], dim=1)
+            absorbed = store_and_absorb(*arguments, of_keys)
+            sums = self.backend.attend_to_latents(absorbed, q[..., sizes.plain_size :], cache, metadata)
+            return values_of_sums(sums, of_values).flatten(1)
+        vectors = norm_rope_store_latents(*arguments)
         if self.backend.reads_latents(metadata):
             return self._attend_to_latents(q, cache, metadata).flatten(1)
         assert isinstance(metadata, PrefillMetadata), "decode reads latents"
         return self.backend.attend_to_heads(q, vectors, self.kv_b_proj, cache, metadata).flatten(1)
+
+    def _has_few_rows(self, num_rows: int) -> bool:
+        """Return whether the kernel for few rows makes the queries, with the norm before."""
+        proj = self.q_b_proj
+        return proj.quant_method.kind is ProductKind.PLAIN and few_rows_kernels_serve(num_rows, proj.weight)
+
+    def _project_queries(self, rows: Tensor, has_adapters: bool = False) -> Tensor:
+        """Normalise what `project` has for the queries, and return these."""
+        norm = self.q_a_layernorm.weight, LATENT_EPS
+        if self._has_few_rows(len(rows)) and not has_adapters:
+            return few_rows_product(rows, self.q_b_proj.weight, norm=norm)
+        return self.q_b_proj(rms_norm(rows, *norm))
+
+    def compiled_ahead(self, num_rows: int) -> list[Callable[[], Tensor]]:
+        """Return functions whose kernels few steps run, so that no step waits until they are compiled.
+
+        They compute queries of so many rows, and with one row attention from a chunk to the cache, on zeros.
+        """
+        functions: list[Callable[[], Tensor]] = []
+        if self.sizes.query_rank is not None and self._has_few_rows(num_rows):
+            rows = self.q_b_proj.weight.new_zeros(num_rows, self.sizes.query_rank)
+            functions.append(partial(self._project_queries, rows))
+        if num_rows == 1 and not self.backend.needs_host:
+            functions.append(self._attend_from_a_chunk)
+        return functions
+
+    def _attend_from_a_chunk(self) -> Tensor:
+        """Attend from the second token of a prompt, absorbed, to a cache of zeros."""
+        sizes, weight = self.sizes, self.kv_b_proj.wide_weight
+        vectors = weight.new_zeros(1, 1, self.block_size, sizes.vector_size)
+        cache = LayerCache(vectors, vectors[..., : sizes.latent_size])
+        ends, context_ends = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32, device=weight.device)
+        slots = torch.full((1,), -1, device=weight.device)
+        metadata = PrefillMetadata((1,), (2,), ends, context_ends, slots, ends.new_zeros(1, 1))
+        queries = weight.new_zeros(1, self.num_heads, sizes.plain_size + sizes.rotary_size)
+        return self._attend_to_latents(queries, cache, self.backend.plan(metadata, cache))
 
     def _attend_to_latents(self, q: Tensor, cache: LayerCache, metadata: Metadata) -> Tensor:
         """Absorb kv_b_proj: return (num_tokens, num_heads, value_size)."""

@@ -1,7 +1,7 @@
 """What a runner holds on its device beside the weights: sleeping frees it, and waking up makes it anew."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -56,7 +56,8 @@ class DeviceState:
 
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
         """Return the step that computes these chunks: see `StepTables.prefill_step`."""
-        step = self.tables.prefill_step(header, chunks, host_chunks)
+        reads_all = bool(self.pooler.by_row) or self.sampler.reads_prompts
+        step = replace(self.tables.prefill_step(header, chunks, host_chunks), reads_all=reads_all)
         return step if self.images is None else self.images.add_to(step, host_chunks)
 
     def decode_step(self, batch: DecodeBatch) -> ForwardStep:

@@ -149,6 +149,11 @@ class Sampler:
             logprobs += self._logprobs.read(part, drawn, whole, processed, lowest)
         return Sampled(self._draws.enter(token_ids, rows, proposals), logprobs, errors)
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a row wants log-probabilities of its prompt's tokens."""
+        return bool(self._prompt_logprobs.by_row)
+
     def read_prompts(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[SideOutput]:
         """Return the log-probabilities that rows want of these chunks' tokens; see `PromptLogprobsReader.read`."""
         return self._prompt_logprobs.read(model, hidden, chunks) if self._prompt_logprobs.by_row else []

@@ -57,10 +57,18 @@ def test_layers_of_two_shapes_are_counted_each_by_its_own_heads_and_shared_cache
     config = read_native_config({"architectures": ["Gemma4ForCausalLM"], **sizes, **inputs})
     local, of_all, mlp, of_input = 16 + 8 + 8 + 16, 32 + 16 + 16 + 32, 96, 2 * 4 * 2
     sharing = (16 + 16) + (32 + 32)  # queries and outputs alone
-    assert count_weights(config) == Weights(local + of_all + sharing + 4 * mlp + 4 * of_input + 4 * 4 * 2, LM_HEAD)
+    dense, late = local + of_all + sharing + 4 * mlp + 4 * of_input + 4 * 4 * 2, sharing + 2 * mlp + 2 * of_input
+    assert count_weights(config) == Weights(dense, LM_HEAD, late=late)
     floor = compute_floor(config, Workload(seed=0, prompts=[[1, 2, 3, 4, 5]], max_tokens=[2]), UNIT_RATES)
     # Each of two layers reads 3 tokens of 2 keys and 2 values, and each of two others 6 tokens of 4 and 4.
     assert floor.decode_kv_seconds == 2 * 3 * 4 * 2 + 2 * 6 * 8 * 2
+    # Layers with keys have 12 pairs of a window of 3 in queries of 4 values, and 15 in queries of 8; the others have
+    # those of the last token alone, 3 and 5, if nobody asks for the log-probabilities of the prompt.
+    owned = 2 * (dense - late) * 5 + 2 * LM_HEAD + 4 * (12 * 4 + 15 * 8)
+    assert floor.prefill_seconds == owned + 2 * late + 4 * (3 * 4 + 5 * 8)
+    asked = Workload(seed=0, prompts=[[1, 2, 3, 4, 5]], max_tokens=[2], prompt_logprobs=0)
+    of_all_tokens = owned + 2 * LM_HEAD * 4 + 2 * late * 5 + 4 * (12 * 4 + 15 * 8)
+    assert compute_floor(config, asked, UNIT_RATES).prefill_seconds == of_all_tokens
 
 
 def test_a_token_of_latent_attention_has_one_vector_for_all_heads() -> None:

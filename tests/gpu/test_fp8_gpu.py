@@ -250,15 +250,20 @@ def test_a_captured_graph_of_an_mlp_follows_its_inputs(num_tokens: int) -> None:
 
 # --- experts ---
 
+GEMMA4 = (2816, 704, 128, 8)  # with GeGLU
+
 
 @pytest.mark.parametrize("block_size", [None, 128])
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 40, 128, 256, 600, 3000])
 @pytest.mark.parametrize(
-    ("hidden", "inner", "experts", "choices"), [(2048, 768, 128, 8), (4096, 1792, 8, 2), (384, 256, 6, 3)]
+    ("hidden", "inner", "experts", "choices"), [(2048, 768, 128, 8), (4096, 1792, 8, 2), (384, 256, 6, 3), GEMMA4]
 )
 def test_experts_equal_their_specification(
     hidden: int, inner: int, experts: int, choices: int, num_tokens: int, block_size: int | None
 ) -> None:
+    is_geglu = (hidden, inner, experts, choices) == GEMMA4
+    if is_geglu and block_size is not None:
+        pytest.skip("the gate's rows would end inside a block")
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = torch.rand(num_tokens, experts, device=CUDA).argsort(dim=1)[:, :choices].int().contiguous()
@@ -269,7 +274,7 @@ def test_experts_equal_their_specification(
     down = ExpertWeights(*quantize_weight(randn(experts, hidden, inner) / inner**0.5, block_size))
     unrounded = None
     for row_format in (RowFormat(group_size=128), RowFormat(scale=torch.tensor(0.02, device=CUDA))):
-        arguments = (rows.values, rows.scales, gate_up, down, row_format, ids, weights, torch.bfloat16)
+        arguments = (rows.values, rows.scales, gate_up, down, row_format, ids, weights, torch.bfloat16, is_geglu)
         actual, specified = fp8_expert_mlp(*arguments), fp8_expert_mlp.__wrapped__(*arguments)
         unrounded = unrounded_expert_mlp(*arguments) if unrounded is None else unrounded
         assert_experts_are_as_good_as_specified(actual, specified, unrounded)

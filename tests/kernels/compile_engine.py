@@ -159,9 +159,10 @@ def run_steps(runner: Any, max_num_seqs: int) -> None:
                 runner.setup.run_largest_prefills(steps, runner.limits)
             triton.LONG_CONTEXT = 0
             runner.setup.run_largest_prefills(steps, runner.limits)
-            if runner.setup.model_config.latent_attention is not None:  # which reads cached vectors by another kernel
+            if runner.setup.model_config.latent_attention is not None:  # which may read vectors of earlier steps
                 step = largest_prefill(steps.state.tables, torch.zeros(1, dtype=torch.int64), 64)
-                metadata = tuple(replace(table, context_lens=(65,)) for table in step.metadata)
+                ends = torch.tensor([0, 65], dtype=torch.int32)
+                metadata = tuple(replace(one, context_lens=(65,), cu_context_lens=ends) for one in step.metadata)
                 steps.forward(steps.planned(replace(step, metadata=metadata)))
             for size in reversed(graph_sizes(max_num_seqs)):
                 rows = torch.full((size,), -1, dtype=torch.int32)

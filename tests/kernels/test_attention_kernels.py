@@ -101,7 +101,7 @@ def test_a_soft_cap_holds_scores_however_large_they_are(query_lens: list[int] | 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 7, 64, 200])
 def test_a_plan_of_prefill_has_every_token_once_and_what_fits_into_a_tile(group_size: int) -> None:
     query_lens, context_lens = (1, 130, 3, 300), (5, 130, 3, 1000)
-    tiles = plan_prefill(query_lens, context_lens, group_size, CPU)
+    tiles = plan_prefill(query_lens, context_lens, group_size, CPU, 128)
     assert tiles.dtype == torch.int32
     seen = []
     for first_token, num_tokens, position, chunk in tiles.tolist():
@@ -117,7 +117,7 @@ def test_a_plan_of_prefill_has_every_token_once_and_what_fits_into_a_tile(group_
 
 def test_a_plan_of_prefill_begins_with_the_longest_contexts() -> None:
     """Four query heads for a KV head: a tile has 32 tokens."""
-    assert plan_prefill((3, 70), (3, 100), 4, CPU).tolist() == [  # first token, tokens, first position, chunk
+    assert plan_prefill((3, 70), (3, 100), 4, CPU, 128).tolist() == [  # first token, tokens, first position, chunk
         [67, 6, 94, 1],
         [35, 32, 62, 1],
         [3, 32, 30, 1],

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.kv_cache import spec
-from nanoinfer.ops.norms.spec import add_scaled_rms_norm
+from nanoinfer.ops.norms.spec import add_rms_norms, add_scaled_rms_norm
 from tests.attention_cases import FP8, INT8
 
 pytest.importorskip("triton")
@@ -80,6 +80,36 @@ def test_a_sum_that_is_scaled_and_normalised_equals_its_specification(dtype: tor
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert [len(part) for part in norm_kernels.add_scaled_rms_norm(x[:, :0], residual[:0], *arguments[2:])] == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_two_sums_that_are_normalised_and_added_equal_their_specification(dtype: torch.dtype, has_scale: bool) -> None:
+    """Sums of two parts and of three, as the MLP and the experts leave them."""
+    x, other = randn(2, 5, 100, dtype=dtype), randn(3, 5, 100, seed=4, dtype=dtype)
+    residual = randn(5, 120, seed=1, dtype=dtype)[:, :100]
+    weight, sum_weight, x_weight, other_weight = 1 + 0.2 * randn(4, 100, seed=2)
+    scale = torch.tensor([0.37], dtype=dtype) if has_scale else None
+    arguments = x, residual, weight, 1e-5, sum_weight, scale, other, (x_weight, other_weight)
+    actual, expected = norm_kernels.add_scaled_rms_norm(*arguments), add_scaled_rms_norm.__wrapped__(*arguments)
+    tolerance = 4 * torch.finfo(dtype).eps
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    turned = norm_kernels.add_scaled_rms_norm(*arguments[:-1], (other_weight, x_weight))
+    assert not torch.allclose(turned[1], expected[1], atol=0.01), "each part has a weight of its own"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_three_norms_of_a_sum_equal_their_specification(dtype: torch.dtype, num_splits: int) -> None:
+    x, residual = randn(num_splits, 5, 100, dtype=dtype), randn(5, 120, seed=1, dtype=dtype)[:, :100]
+    *weights, sum_weight = 1 + 0.2 * randn(4, 100, seed=2)
+    arguments = x, residual, tuple(weights), 1e-5, sum_weight
+    actual, expected = norm_kernels.add_rms_norms(*arguments), add_rms_norms.__wrapped__(*arguments)
+    tolerance = 4 * torch.finfo(dtype).eps
+    for ours, theirs in zip((*actual[0], actual[1]), (*expected[0], expected[1]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert norm_kernels.add_rms_norms(x[:, :0], residual[:0], *arguments[2:])[1].shape == (0, 100)
 
 
 @loops_are_interpreted

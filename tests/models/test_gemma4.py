@@ -14,6 +14,8 @@ from nanoinfer.caches.kv_cache_layout import KVCacheLayout
 from nanoinfer.checkpoint.model_config import ModelConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ConfigError, ModelError
+from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.models.gemma4 import Gemma4Attention
 from nanoinfer.models.native_config import read_native_config
 from tests.models.test_architectures import GREEDY, checkpoint, draw_prompts, generate, reference_tokens
 
@@ -125,6 +127,35 @@ def test_tokens_and_logprobs_are_those_of_transformers(small: Callable[[str], Pa
             assert max(output.num_cached_tokens or 0 for output in again) >= 64 or num_blocks == 8
             assert llm.engine.block_manager.num_tables > 1
             assert llm.get_metrics().num_used_blocks == 0
+
+
+@pytest.mark.parametrize("kind", ["inputs and shared caches", "everything"])
+def test_layers_without_keys_compute_the_last_token_of_a_chunk_alone(
+    small: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whole prompts, in chunks and after hits; all tokens where log-probabilities of the prompt are wanted."""
+    folder, prompts = small(kind), draw_prompts(1, (29, 30, 16, 63, 90))
+    prompts.append(prompts[-1][:70])
+    sizes = list[tuple[int, bool, int]]()
+    attend = Gemma4Attention.attend
+
+    def noted(attention: Gemma4Attention, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        if step.attention.is_prefill:
+            sizes.append((len(qkv), attention.k_norm is None, len(step.rows)))
+        return attend(attention, qkv, step)
+
+    monkeypatch.setattr(Gemma4Attention, "attend", noted)
+    options: dict[str, Any] = {"max_model_len": 112, "kvcache_block_size": 16, "max_num_batched_tokens": 48}
+    with LLM(folder, device="cpu", dtype="float32", num_kvcache_blocks=200, max_num_seqs=4, **options) as llm:
+        for _ in range(2):  # again, from the prefix cache
+            answers = [output.token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+            assert answers == reference_tokens(folder, prompts, answers)
+        assert all(num == num_chunks for num, is_late, num_chunks in sizes if is_late)
+        assert any(num > num_chunks for num, is_late, num_chunks in sizes if not is_late)
+        params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0)
+        sizes.clear()
+        llm.generate([prompts[0]], params, use_tqdm=False)
+        assert {(is_late, num) for num, is_late, _ in sizes} == {(False, 29), (True, 29)}
 
 
 @pytest.mark.parametrize("kind", ["experts", "inputs and shared caches", "everything"])

@@ -4,7 +4,7 @@ Cache and metadata travel as arguments from the runner down to attention. Nothin
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -44,6 +44,13 @@ class PrefillMetadata:
         cu_lens = cumulative_lens(torch.tensor(lens, dtype=torch.int32, device=device))
         nowhere = torch.full((sum(lens),), -1, dtype=torch.int64, device=device)
         return cls(lens, lens, cu_lens, cu_lens, nowhere, block_tables[: len(lens)], num_blocks=1)
+
+    def of_last_tokens(self) -> "PrefillMetadata":
+        """Return the step of each chunk's last token alone, which is stored already. There are no plans."""
+        lens = (1,) * len(self.query_lens)
+        cu_lens = torch.arange(len(lens) + 1, dtype=torch.int32, device=self.cu_query_lens.device)
+        nowhere = self.slot_mapping.new_full((len(lens),), -1)
+        return replace(self, query_lens=lens, cu_query_lens=cu_lens, slot_mapping=nowhere, plans={})
 
     @property
     def reads_cache(self) -> bool:

@@ -50,6 +50,9 @@ ENDS_ROW, BEGINS_LATER = tl.constexpr(1), tl.constexpr(2)
 LATER_SHIFT, LATER_MASK, HIDDEN_SHIFT = tl.constexpr(2), tl.constexpr(63), tl.constexpr(8)
 # Weights of a cache in 8 bits are 2**6 times as large, so that float16 still holds them times a small scale.
 LIFT = tl.constexpr(6)
+# Of heads of more than 256: where the shares are at least so many times the rows, each program that combines has a row,
+# as nearly none would find one by its share, and so many dimensions, as each row has many splits.
+ROWS_TO_SHARES, WIDE_DIMS = 4, 128
 LOG2_E = tl.constexpr(math.log2(math.e))
 MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
 
@@ -434,37 +437,45 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr,  # queries of a program
     SPLITS: tl.constexpr,  # partial results to combine at a time
+    DIMS: tl.constexpr,  # of the HEAD_DIM, that a program combines
+    BY_ROW: tl.constexpr,  # whether programs are counted by rows, and not by shares
     OVERLAP: tl.constexpr,
 ):
     """Combine the partial results of a row. A program has a few queries of the row whose second split opens its share.
 
-    For the arguments, see `_paged_decode_kernel`.
+    Or those of the row of its number, where rows are few. For the arguments, see `_paged_decode_kernel`.
     """
+    num_slices: tl.constexpr = HEAD_DIM // DIMS
     programs_per_head: tl.constexpr = num_queries // QUERIES
-    kv_head = tl.program_id(0) // programs_per_head
-    query = tl.program_id(0) % programs_per_head * QUERIES + tl.arange(0, QUERIES)
-    share = tl.program_id(1) + 1
+    group = tl.program_id(0) // num_slices
+    kv_head = group // programs_per_head
+    query = group % programs_per_head * QUERIES + tl.arange(0, QUERIES)
     num_tiles = tl.maximum(tl.load(row_starts_ptr + num_rows), 1)
     num_used = tl.minimum(num_shares, num_tiles)
-    first = tl.minimum(share * num_tiles // num_used, num_tiles - 1)
-    row = tl.load(tiles_ptr + first * 4 + 2, mask=share < num_used, other=0)
+    if BY_ROW:
+        row = tl.program_id(1)
+    else:
+        share = tl.program_id(1) + 1
+        first = tl.minimum(share * num_tiles // num_used, num_tiles - 1)
+        row = tl.load(tiles_ptr + first * 4 + 2, mask=share < num_used, other=0)
     row_start = tl.load(row_starts_ptr + row)
     row_end = tl.load(row_starts_ptr + row + 1)
     # A tile belongs to the last share that begins at or before it.
     first_share = ((row_start + 1) * num_used - 1) // num_tiles
     num_splits = (row_end * num_used - 1) // num_tiles - first_share + 1
+    is_split = (row_end > row_start) & (num_splits > 1) if BY_ROW else (share < num_used) & (share == first_share + 1)
     is_query = query < num_queries
     if num_sharers_ptr is not None:
         is_query = query < tl.load(num_sharers_ptr + row) * (num_tokens * group_size)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if (share < num_used) & (share == first_share + 1):
-        dim = tl.arange(0, HEAD_DIM)
+    if is_split:
+        dim = tl.program_id(0) % num_slices * DIMS + tl.arange(0, DIMS)
         is_dim = dim < head_dim
         maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
-        acc = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
+        acc = tl.zeros((QUERIES, DIMS), tl.float32)
         for start in range(0, num_splits, SPLITS):
             split = start + tl.arange(0, SPLITS)
             exists = (split < num_splits)[None, :] & is_query[:, None]
@@ -689,11 +700,25 @@ def _launch(
         num_warps=_num_warps(queries, head_dim, in_8_bits),
         **overlap_options(q.device),
     )
+    combine(plan, num_sharers, partials, lse, out, out_lse, shapes)
+
+
+def combine(plan, num_sharers, partials, lse, out, out_lse, shapes):
+    """Combine what several programs have computed of a row. shapes: constants of `combine_kernel`, as decode has them.
+
+    partials, lse: (num_kv_heads, num_shares, 2, num_queries[, head_dim]). For the rest, see `_paged_decode_kernel`.
+    """
+    tiles, row_starts, _ = plan
+    num_kv_heads, num_shares, _, num_queries, head_dim = partials.shape
     if num_shares == 1:
         return
+    num_rows, padded = len(row_starts) - 1, shapes["HEAD_DIM"]
     # One token's queries are so few that each has a program.
-    queries = 1 if num_sharers is None and num_tokens == 1 else math.gcd(4, num_queries)
-    combine_kernel[(num_kv_heads * num_queries // queries, num_shares - 1)](
+    queries = 1 if num_sharers is None and shapes["num_tokens"] == 1 else math.gcd(4, num_queries)
+    is_wide = head_dim > 256
+    by_row = is_wide and num_rows * ROWS_TO_SHARES <= num_shares
+    dims = min(padded, WIDE_DIMS) if by_row else padded
+    combine_kernel[(num_kv_heads * num_queries // queries * (padded // dims), num_rows if by_row else num_shares - 1)](
         tiles,
         row_starts,
         num_sharers,
@@ -705,9 +730,12 @@ def _launch(
         num_shares,
         **shapes,
         QUERIES=queries,
-        SPLITS=16 // queries,  # small programs, which fit on the GPU beside those that they wait for
-        num_warps=2 if head_dim <= 256 else 4,
-        **overlap_options(q.device),
+        # Small programs, which fit on the GPU beside those that they wait for.
+        SPLITS=(32 if by_row else 8 if is_wide else 16) // queries,
+        DIMS=dims,
+        BY_ROW=by_row,
+        num_warps=4 if is_wide else 2,
+        **overlap_options(out.device),
     )
 
 

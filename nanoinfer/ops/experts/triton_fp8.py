@@ -1,8 +1,8 @@
 """The experts' MLPs with weights and activations in FP8.
 
 As in `triton.py` the pairs of a token and an expert are sorted into tiles of one expert each, and each of the two
-grouped products is one kernel. The first one ends in SwiGLU and rounds its result: a program has 128 columns of the
-gate and the same 128 of up, a whole group of values that share a scale.
+grouped products is one kernel. The first one ends in SwiGLU, or GeGLU, and rounds its result: a program has 128 columns
+of the gate and the same 128 of up, a whole group of values that share a scale.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoinfer.errors import ConfigError
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE
@@ -45,6 +44,7 @@ def _gate_up_kernel(
     X_GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     DTYPE: tl.constexpr,  # to which gate, up and their product are rounded
+    GELU: tl.constexpr,  # whether the activation is GeGLU
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -89,7 +89,7 @@ def _gate_up_kernel(
         STAGES,
     )
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, GROUP, ROWS)), (1, 2, 0)))  # (GROUP, ROWS) each
-    out = gated(gate, up, DTYPE).to(DTYPE).to(tl.float32)
+    out = gated(gate, up, DTYPE, GELU).to(DTYPE).to(tl.float32)
     if static_scale_ptr is not None:
         values = to_e4m3(out, tl.load(static_scale_ptr))
     else:
@@ -182,10 +182,6 @@ class Tiling(NamedTuple):
 
 
 def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights, dtype, is_geglu=False):
-    if is_geglu:
-        raise ConfigError(
-            "experts with GeGLU (Gemma 4) have no kernels in FP8; use quantization='int4', or a checkpoint in 16 bits"
-        )
     num_tokens, num_choices = expert_ids.shape
     num_experts, hidden_size, inner_size = down.values.shape
     tensors = {"gate_up": gate_up.values, "down": down.values, "expert_ids": expert_ids, "weights": weights}
@@ -225,6 +221,7 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
         X_GROUPS=x_scales.shape[1] > 1,
         BLOCKS=gate_up.scales.dim() == 3,
         DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
+        GELU=is_geglu,
         STAGES=tiling.gate_up_stages,
         num_warps=8,
         **common,

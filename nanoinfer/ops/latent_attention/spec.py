@@ -47,6 +47,40 @@ def norm_rope_store_latents(
     return vectors
 
 
+@op
+def store_and_absorb(
+    latents: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    queries: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    interleaved: bool,
+    of_keys: Tensor,
+) -> Tensor:
+    """Do as `norm_rope_store_latents`, and return absorbed queries in the place of vectors: for few tokens.
+
+    of_keys: (num_heads, plain_size, latent_size), by which the first numbers of the queries are multiplied; the weights
+    of a head are contiguous. Returns (num_tokens, num_heads, latent_size), contiguous.
+    """
+    norm_rope_store_latents(
+        latents, norm_weight, eps, queries, positions, cos_sin_cache, cache, slot_mapping, interleaved
+    )
+    return torch.einsum("thp,hpl->thl", queries[..., : of_keys.shape[1]], of_keys).contiguous()
+
+
+@op
+def values_of_sums(sums: Tensor, of_values: Tensor) -> Tensor:
+    """Make each head's result of its sum of latents, (num_tokens, num_heads, value_size): for few tokens.
+
+    sums: (num_tokens, num_heads, latent_size), contiguous. of_values: (num_heads, value_size, latent_size), the weights
+    of a head contiguous.
+    """
+    return torch.einsum("thl,hvl->thv", sums, of_values).contiguous()
+
+
 def gather_latents(cache: LayerCache, block_tables: Tensor, length: int) -> Tensor:
     """Return the vectors of the first tokens of sequences: (..., length, size). block_tables: (..., max_blocks)."""
     positions = torch.arange(length, device=block_tables.device)

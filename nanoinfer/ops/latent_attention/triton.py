@@ -9,6 +9,8 @@ A tile of vectors is read once: all its numbers are keys, and its latents are va
   them, and to a rotated part that all heads share. Or, absorbed, they attend to cached vectors, and several heads of a
   token share a tile. One kernel computes both.
 - The write has a program for the vector of each token, and others for the queries, which are rotated in their place.
+- Of few tokens, the write absorbs the queries too, and a second kernel makes values of the sums. These are products of
+  one row by a weight for each head, so their weights are on their way before the kernel before them is done.
 """
 
 import math
@@ -31,17 +33,20 @@ from nanoinfer.ops.decode_attention.triton import (
     PrefixResult,
     add_results,
     attend_to_tile,
-    combine_kernel,
+    combine,
     reset_where,
     results_of,
     share_of,
     visible_tokens,
 )
 from nanoinfer.ops.norms.triton import normalised
-from nanoinfer.ops.prefill_attention.triton import TILE_ROWS, plan_prefill
+from nanoinfer.ops.prefill_attention.triton import plan_query_tiles
 
 MIN_DEPTH = 16  # of tl.dot; smaller rotated parts are filled up
 HEADS_OF_WRITE = 8  # queries that a program of the write rotates
+# Of few tokens: a program has these parts of a head's weight, 8 to 24 KiB, so that there are one or two of them for
+# each multiprocessor of a Hopper GPU.
+ABSORBED_DEPTH, ABSORBED_COLUMNS, VALUES_AT_ONCE = 64, 64, 16
 
 
 @triton.jit
@@ -73,11 +78,10 @@ def _norm_rope_store_latents_kernel(
     half = tl.arange(0, HALF)
     dim = tl.arange(0, LATENT)
     is_half = half < rotary_half
-    is_latent = dim < latent_size
     # Where the first number of each pair is, and how far the second one lies from it.
     first = 2 * half if INTERLEAVED else half
     distance = 1 if INTERLEAVED else rotary_half
-    weight = tl.load(weight_ptr + dim, mask=is_latent, other=0.0)  # before the wait: no kernel writes it
+    weight = tl.load(weight_ptr + dim, mask=dim < latent_size, other=0.0)  # before the wait: no kernel writes it
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -85,32 +89,64 @@ def _norm_rope_store_latents_kernel(
     cos = tl.load(cos_ptr, mask=is_half, other=1.0)
     sin = tl.load(cos_ptr + rotary_half, mask=is_half, other=0.0)
     if group == 0:
-        slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
-        latent = tl.load(latents_ptr + token * latents_stride + dim, mask=is_latent, other=0.0)
-        normed = normalised(latent.to(tl.float32), weight, latent_size, eps).to(latent.dtype)
-        pair_ptr = latents_ptr + token * latents_stride + latent_size + first
-        x1 = tl.load(pair_ptr, mask=is_half, other=0.0).to(tl.float32)
-        x2 = tl.load(pair_ptr + distance, mask=is_half, other=0.0).to(tl.float32)
-        y1, y2 = (x1 * cos - x2 * sin).to(latent.dtype), (x2 * cos + x1 * sin).to(latent.dtype)
-        vector_ptr = vectors_ptr + token * vector_size
-        tl.store(vector_ptr + dim, normed, mask=is_latent)
-        tl.store(vector_ptr + latent_size + first, y1, mask=is_half)
-        tl.store(vector_ptr + latent_size + first + distance, y2, mask=is_half)
-        if slot >= 0:
-            cached_ptr = cache_ptr + slot * vector_size
-            tl.store(cached_ptr + dim, normed, mask=is_latent)
-            tl.store(cached_ptr + latent_size + first, y1, mask=is_half)
-            tl.store(cached_ptr + latent_size + first + distance, y2, mask=is_half)
+        _store_vector(
+            latents_ptr + token * latents_stride, weight, cos, sin, vectors_ptr + token * vector_size, cache_ptr,
+            tl.load(slot_mapping_ptr + token), eps, latent_size, rotary_half, LATENT, HALF, INTERLEAVED,
+        )  # fmt: skip
     else:
         head = (group - 1) * HEADS + tl.arange(0, HEADS)
         mask = (head < num_heads)[:, None] & is_half[None, :]
-        offsets = head[:, None] * query_size + (query_size - 2 * rotary_half + first)[None, :]
-        pairs_ptr = queries_ptr + token * queries_stride + offsets
-        q1 = tl.load(pairs_ptr, mask=mask, other=0.0)
-        q2 = tl.load(pairs_ptr + distance, mask=mask, other=0.0)
-        z1, z2 = q1.to(tl.float32), q2.to(tl.float32)
-        tl.store(pairs_ptr, (z1 * cos[None, :] - z2 * sin[None, :]).to(q1.dtype), mask=mask)
-        tl.store(pairs_ptr + distance, (z2 * cos[None, :] + z1 * sin[None, :]).to(q1.dtype), mask=mask)
+        first_ptr = queries_ptr + token * queries_stride + query_size - 2 * rotary_half
+        _rotate(first_ptr + head[:, None] * query_size + first[None, :], distance, cos[None, :], sin[None, :], mask)
+
+
+@triton.jit
+def _rotate(first_ptrs, distance, cos, sin, mask):
+    """Rotate pairs of numbers in their place."""
+    x1 = tl.load(first_ptrs, mask=mask, other=0.0)
+    x2 = tl.load(first_ptrs + distance, mask=mask, other=0.0)
+    wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
+    tl.store(first_ptrs, (wide1 * cos - wide2 * sin).to(x1.dtype), mask=mask)
+    tl.store(first_ptrs + distance, (wide2 * cos + wide1 * sin).to(x1.dtype), mask=mask)
+
+
+@triton.jit
+def _store_vector(
+    latent_ptr,
+    weight,
+    cos,
+    sin,
+    vector_ptr,  # None: only the cache gets it
+    cache_ptr,
+    slot,  # int64: a large cache has more than 2^31 elements
+    eps,
+    latent_size: tl.constexpr,
+    rotary_half: tl.constexpr,
+    LATENT: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Normalise a token's latent, rotate what follows it, and write both."""
+    dim = tl.arange(0, LATENT)
+    is_latent = dim < latent_size
+    half = tl.arange(0, HALF)
+    is_half = half < rotary_half
+    first = latent_size + (2 * half if INTERLEAVED else half)
+    distance = 1 if INTERLEAVED else rotary_half
+    latent = tl.load(latent_ptr + dim, mask=is_latent, other=0.0)
+    normed = normalised(latent.to(tl.float32), weight, latent_size, eps).to(latent.dtype)
+    x1 = tl.load(latent_ptr + first, mask=is_half, other=0.0).to(tl.float32)
+    x2 = tl.load(latent_ptr + first + distance, mask=is_half, other=0.0).to(tl.float32)
+    y1, y2 = (x1 * cos - x2 * sin).to(latent.dtype), (x2 * cos + x1 * sin).to(latent.dtype)
+    if vector_ptr is not None:
+        tl.store(vector_ptr + dim, normed, mask=is_latent)
+        tl.store(vector_ptr + first, y1, mask=is_half)
+        tl.store(vector_ptr + first + distance, y2, mask=is_half)
+    if slot >= 0:
+        cached_ptr = cache_ptr + slot * (latent_size + 2 * rotary_half)
+        tl.store(cached_ptr + dim, normed, mask=is_latent)
+        tl.store(cached_ptr + first, y1, mask=is_half)
+        tl.store(cached_ptr + first + distance, y2, mask=is_half)
 
 
 def norm_rope_store_latents(
@@ -147,6 +183,183 @@ def norm_rope_store_latents(
         **overlap_options(latents.device),
     )
     return vectors
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _store_and_absorb_kernel(
+    latents_ptr,
+    weight_ptr,
+    queries_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    cache_ptr,
+    slot_mapping_ptr,
+    of_keys_ptr,
+    out_ptr,
+    latents_stride,
+    queries_stride,
+    of_keys_stride,  # of heads
+    eps,
+    num_tokens,
+    num_heads: tl.constexpr,
+    query_size: tl.constexpr,
+    plain_size: tl.constexpr,
+    latent_size: tl.constexpr,
+    rotary_half: tl.constexpr,
+    LATENT: tl.constexpr,
+    HALF: tl.constexpr,
+    DEPTH: tl.constexpr,  # plain numbers of a query that are multiplied at a time
+    COLUMNS: tl.constexpr,  # latents that a program computes of a head
+    INTERLEAVED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Absorb the queries of all tokens, a few columns of a head in each program; one program a token stores its vector.
+
+    The weights are on their way before the queries are there.
+    """
+    half = tl.arange(0, HALF)
+    is_half = half < rotary_half
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(0) < num_tokens:
+        line = tl.program_id(0).to(tl.int64)
+        dim = tl.arange(0, LATENT)
+        weight = tl.load(weight_ptr + dim, mask=dim < latent_size, other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        vector_cos_ptr = cos_sin_ptr + tl.load(positions_ptr + line).to(tl.int64) * (2 * rotary_half) + half
+        vector_cos = tl.load(vector_cos_ptr, mask=is_half, other=1.0)
+        vector_sin = tl.load(vector_cos_ptr + rotary_half, mask=is_half, other=0.0)
+        _store_vector(
+            latents_ptr + line * latents_stride, weight, vector_cos, vector_sin, None, cache_ptr,
+            tl.load(slot_mapping_ptr + line), eps, latent_size, rotary_half, LATENT, HALF, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        num_slices: tl.constexpr = (latent_size + COLUMNS - 1) // COLUMNS
+        num_chunks: tl.constexpr = (plain_size + DEPTH - 1) // DEPTH
+        program = tl.program_id(0) - num_tokens
+        head = program // num_slices
+        column = program % num_slices * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = column < latent_size
+        depth = tl.arange(0, DEPTH)
+        weights = ()
+        for chunk in tl.static_range(num_chunks):
+            k = chunk * DEPTH + depth
+            ptrs = of_keys_ptr + head * of_keys_stride + k[:, None] * latent_size + column[None, :]
+            weights += (tl.load(ptrs, mask=(k < plain_size)[:, None] & is_column[None, :], other=0.0),)  # type: ignore[assignment]
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        for token in range(num_tokens):
+            query_ptr = queries_ptr + token * queries_stride + head * query_size
+            sums = tl.zeros((DEPTH, COLUMNS), tl.float32)
+            for chunk in tl.static_range(num_chunks):
+                k = chunk * DEPTH + depth
+                q = tl.load(query_ptr + k, mask=k < plain_size, other=0.0).to(tl.float32)
+                sums += weights[chunk].to(tl.float32) * q[:, None]
+            absorbed = tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (token * num_heads + head) * latent_size + column, absorbed, mask=is_column)
+            if program % num_slices == 0:
+                cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * rotary_half) + half
+                cos = tl.load(cos_ptr, mask=is_half, other=1.0)
+                sin = tl.load(cos_ptr + rotary_half, mask=is_half, other=0.0)
+                first_ptrs = query_ptr + query_size - 2 * rotary_half + (2 * half if INTERLEAVED else half)
+                _rotate(first_ptrs, 1 if INTERLEAVED else rotary_half, cos, sin, is_half)
+
+
+def store_and_absorb(
+    latents, norm_weight, eps, queries, positions, cos_sin_cache, cache, slot_mapping, interleaved, of_keys
+):
+    num_tokens, num_heads, query_size = queries.shape
+    _, plain_size, latent_size = of_keys.shape
+    assert cache.k.is_contiguous(), "the vectors of the cache must be contiguous"
+    assert latents.stride(1) == 1, f"the rows of latents must be contiguous, strides {latents.stride()}"
+    assert queries.stride()[1:] == (query_size, 1), f"the heads of a token must be contiguous, {queries.stride()}"
+    assert of_keys.stride()[1:] == (latent_size, 1), f"a head's weights must be contiguous, {of_keys.stride()}"
+    absorbed = queries.new_empty(num_tokens, num_heads, latent_size)
+    if num_tokens == 0:
+        return absorbed
+    _store_and_absorb_kernel[(num_tokens + num_heads * ceil_div(latent_size, ABSORBED_COLUMNS),)](
+        latents,
+        norm_weight,
+        queries,
+        positions,
+        cos_sin_cache,
+        cache.k,
+        slot_mapping,
+        of_keys,
+        absorbed,
+        latents.stride(0),
+        queries.stride(0),
+        of_keys.stride(0),
+        eps,
+        num_tokens,
+        num_heads=num_heads,
+        query_size=query_size,
+        plain_size=plain_size,
+        latent_size=latent_size,
+        rotary_half=cos_sin_cache.shape[1] // 2,
+        LATENT=next_power_of_2(latent_size),
+        HALF=next_power_of_2(cos_sin_cache.shape[1] // 2),
+        DEPTH=ABSORBED_DEPTH,
+        COLUMNS=ABSORBED_COLUMNS,
+        INTERLEAVED=interleaved,
+        num_warps=4,
+        **overlap_options(latents.device),
+    )
+    return absorbed
+
+
+@triton.jit
+def _values_of_sums_kernel(
+    sums_ptr,
+    of_values_ptr,
+    out_ptr,
+    of_values_stride,  # of heads
+    num_heads: tl.constexpr,
+    latent_size: tl.constexpr,
+    value_size: tl.constexpr,
+    LATENT: tl.constexpr,
+    VALUES: tl.constexpr,  # of a head that a program computes
+    OVERLAP: tl.constexpr,
+):
+    """Multiply a head's sum of latents by a few lines of its weight, which are on their way before the sum is there."""
+    num_slices: tl.constexpr = (value_size + VALUES - 1) // VALUES
+    head = tl.program_id(0) // num_slices
+    value = tl.program_id(0) % num_slices * VALUES + tl.arange(0, VALUES)
+    dim = tl.arange(0, LATENT)
+    is_value, is_dim = value < value_size, dim < latent_size
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    ptrs = of_values_ptr + head * of_values_stride + value[:, None] * latent_size + dim[None, :]
+    weights = tl.load(ptrs, mask=is_value[:, None] & is_dim[None, :], other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    line = tl.program_id(1) * num_heads + head
+    sums = tl.load(sums_ptr + line * latent_size + dim, mask=is_dim, other=0.0).to(tl.float32)
+    values = tl.sum(weights.to(tl.float32) * sums[None, :], axis=1)
+    tl.store(out_ptr + line * value_size + value, values.to(out_ptr.dtype.element_ty), mask=is_value)
+
+
+def values_of_sums(sums, of_values):
+    (num_tokens, num_heads, latent_size), value_size = sums.shape, of_values.shape[1]
+    assert sums.is_contiguous(), f"sums of latents must be contiguous, strides {sums.stride()}"
+    assert of_values.stride()[1:] == (latent_size, 1), f"a head's weights must be contiguous, {of_values.stride()}"
+    out = sums.new_empty(num_tokens, num_heads, value_size)
+    if num_tokens:
+        _values_of_sums_kernel[(num_heads * ceil_div(value_size, VALUES_AT_ONCE), num_tokens)](
+            sums,
+            of_values,
+            out,
+            of_values.stride(0),
+            num_heads=num_heads,
+            latent_size=latent_size,
+            value_size=value_size,
+            LATENT=next_power_of_2(latent_size),
+            VALUES=VALUES_AT_ONCE,
+            num_warps=4,
+            **overlap_options(sums.device),
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
@@ -303,9 +516,30 @@ def _queries_of_prefix(device):
     return MAX_QUERIES if has_large_shared_memory(device) else SMALL_TILE
 
 
-def tile_tokens(device, block_size):
-    """Return how many vectors a tile of decode has."""
-    return math.gcd(block_size, 32 if has_large_shared_memory(device) else 16)
+class DecodeShape(NamedTuple):
+    """Says how decode is compiled, for a tile of so many queries."""
+
+    tile: int  # vectors
+    num_stages: int
+    num_warps: int
+    programs: int  # of a multiprocessor
+
+
+# By queries of a tile, up to so many: where a program may have 200 KiB of shared memory, and where it has less.
+DECODE_SHAPES = {16: DecodeShape(32, 3, 4, 2), 32: DecodeShape(64, 3, 8, 1), 64: DecodeShape(32, 1, 8, 1)}
+SMALL_DECODE_SHAPES = {32: DecodeShape(16, 3, 4, 1)}
+
+
+def decode_shape(num_queries, device):
+    """Return the shape of tiles of so many queries."""
+    shapes = DECODE_SHAPES if has_large_shared_memory(device) else SMALL_DECODE_SHAPES
+    return next(shape for most, shape in shapes.items() if num_queries <= most)
+
+
+def tile_tokens(num_heads, num_tokens, device, block_size, of_prefixes=False):
+    """Return how many vectors a tile of decode has, of rows of so many tokens or of shared prefixes."""
+    num_queries = _queries_of_prefix(device) if of_prefixes else heads_of_part(num_heads, num_tokens) * num_tokens
+    return math.gcd(block_size, decode_shape(num_queries, device).tile)
 
 
 def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, num_sharers=None, prefix=None):
@@ -322,11 +556,8 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
     num_parts = num_heads // group_size
     num_queries = group_size * num_tokens if num_sharers is None else _queries_of_prefix(absorbed.device)
     queries = max(MIN_QUERIES, next_power_of_2(num_queries))
-    is_small = queries <= SMALL_TILE
-    num_programs = num_multiprocessors(absorbed.device)
-    if is_small and has_large_shared_memory(absorbed.device):
-        num_programs *= 2
-    num_shares = max(1, num_programs // num_parts)
+    shape = decode_shape(num_queries, absorbed.device)
+    num_shares = max(1, num_multiprocessors(absorbed.device) * shape.programs // num_parts)
     shapes = {"group_size": group_size, "num_tokens": num_tokens, "num_queries": num_queries}
     partials = out.new_empty((num_parts, num_shares, 2, num_queries, latent_size), dtype=torch.float32)
     lse = partials.new_empty(partials.shape[:-1])
@@ -355,33 +586,12 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
         ROTARY=max(MIN_DEPTH, next_power_of_2(rotary_size)),
         QUERIES=queries,
         TILE=tile_size,
-        STAGES=3 if is_small else 1,
-        num_warps=4 if is_small else 8,
+        STAGES=shape.num_stages,
+        num_warps=shape.num_warps,
         **overlap_options(absorbed.device),
     )
-    if num_shares == 1:
-        return
-    # One token's queries are so few that each has a program.
-    queries = 1 if num_sharers is None and num_tokens == 1 else math.gcd(4, num_queries)
-    combine_kernel[(num_parts * num_queries // queries, num_shares - 1)](
-        tiles,
-        row_starts,
-        num_sharers,
-        partials,
-        lse,
-        out,
-        out_lse,
-        num_rows,
-        num_shares,
-        **shapes,
-        num_kv_heads=num_parts,
-        head_dim=latent_size,
-        HEAD_DIM=next_power_of_2(latent_size),
-        QUERIES=queries,
-        SPLITS=8 // queries,
-        num_warps=4,
-        **overlap_options(absorbed.device),
-    )
+    of_parts = {**shapes, "num_kv_heads": num_parts, "head_dim": latent_size, "HEAD_DIM": next_power_of_2(latent_size)}
+    combine(plan, num_sharers, partials, lse, out, out_lse, of_parts)
 
 
 @triton.jit
@@ -458,7 +668,7 @@ def _attend_to_keys(
     return maximum, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "block_table_stride"])
 def _latent_prefill_kernel(
     q_ptr,
     q_rotated_ptr,
@@ -466,7 +676,8 @@ def _latent_prefill_kernel(
     values_ptr,
     rotated_keys_ptr,
     tiles_ptr,
-    block_tables_ptr,  # None: keys are expanded, those of the chunks, which are whole prompts; else cached vectors
+    block_tables_ptr,  # None: keys are expanded, those of all contexts, one after the other; else cached vectors
+    cu_context_lens_ptr,  # None, like block_tables_ptr, where the other is there: where contexts begin
     out_ptr,
     scale_log2,  # scale * log2(e): the softmax is computed in powers of two
     q_token_stride,
@@ -478,7 +689,7 @@ def _latent_prefill_kernel(
     rotated_key_stride,
     kv_head_stride,  # of keys and of values
     block_table_stride,
-    num_heads: tl.constexpr,
+    num_heads,
     group_size: tl.constexpr,  # heads of a tile of queries
     block_size: tl.constexpr,
     plain_size: tl.constexpr,
@@ -500,6 +711,9 @@ def _latent_prefill_kernel(
     table_ptr = None
     if block_tables_ptr is not None:
         table_ptr = block_tables_ptr + chunk * block_table_stride
+        first_line = chunk * 0
+    else:
+        first_line = tl.load(cu_context_lens_ptr + chunk).to(tl.int64)
 
     row = tl.arange(0, ROWS)
     plain_dim = tl.arange(0, PLAIN)
@@ -517,7 +731,6 @@ def _latent_prefill_kernel(
 
     end = first_position + num_tokens  # behind the last query
     last_full = (first_position + 1) // KEYS * KEYS  # up to here, all queries see all keys
-    first_line = first_token - first_position
     keys_ptr += part * kv_head_stride
     values_ptr += part * kv_head_stride
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -560,35 +773,38 @@ def _shape(device, is_absorbed):
     return SMALL_ABSORBED if is_absorbed else SMALL_EXPANDED
 
 
-def plan_expanded_prefill(query_lens, device):
-    """List the tiles of queries of whole prompts for `expanded_prefill_attention`: see `plan_prefill`."""
-    return plan_prefill(query_lens, query_lens, TILE_ROWS // _shape(device, is_absorbed=False).rows, device)
+def plan_expanded_prefill(query_lens, context_lens, device):
+    """List the tiles of queries for `expanded_prefill_attention`: see `plan_query_tiles`."""
+    return plan_query_tiles(query_lens, context_lens, _shape(device, is_absorbed=False).rows, device)
 
 
 def plan_absorbed_prefill(query_lens, context_lens, num_heads, device):
-    """List the tiles of queries of so many heads for `absorbed_prefill_attention`: see `plan_prefill`."""
+    """List the tiles of queries of so many heads for `absorbed_prefill_attention`: see `plan_query_tiles`."""
     rows = _shape(device, is_absorbed=True).rows
-    return plan_prefill(query_lens, context_lens, _heads_of_tile(num_heads, device) * TILE_ROWS // rows, device)
+    return plan_query_tiles(query_lens, context_lens, rows // _heads_of_tile(num_heads), device)
 
 
-def _heads_of_tile(num_heads, device):
-    """Return how many heads of a token share a tile of absorbed queries in prefill: a divisor of all."""
-    most = min(num_heads, _shape(device, is_absorbed=True).rows)
-    return next(count for count in range(most, 0, -1) if num_heads % count == 0)
+def _heads_of_tile(num_heads):
+    """Return how many heads of a token share a tile of absorbed queries in prefill: as many for most numbers of heads.
+
+    So steps whose heads are computed in parts of several sizes run one kernel, which is compiled once.
+    """
+    return math.gcd(num_heads, 4)
 
 
-def expanded_prefill_attention(q, expanded, rotated_keys, tiles, plain_size, scale):
-    """Attend from the tokens of whole prompts to their expanded keys and values: (num_tokens, num_heads, value_size).
+def expanded_prefill_attention(q, expanded, rotated_keys, tiles, cu_context_lens, plain_size, scale):
+    """Attend from all tokens of a step's chunks to expanded keys and values: (num_tokens, num_heads, value_size).
 
-    For each prompt it computes `causal_attention` of ops/prefill_attention.
+    For each chunk it computes `causal_attention` of ops/prefill_attention.
 
-    q: (num_tokens, num_heads, plain_size + rotary_size). expanded: (num_tokens, num_heads, plain_size + value_size),
-    contiguous: keys without their rotated part, then values. rotated_keys: (num_tokens, rotary_size), of all heads.
-    tiles: from `plan_expanded_prefill`.
+    q: (num_tokens, num_heads, plain_size + rotary_size). expanded: (num_context_tokens, num_heads, plain_size +
+    value_size), contiguous: keys without their rotated part, then values, of all contexts, one after the other.
+    rotated_keys: (num_context_tokens, rotary_size), of all heads. tiles: from `plan_expanded_prefill`.
+    cu_context_lens: (num_chunks + 1,) int32, where contexts begin and end.
     """
     keys, values = expanded.split([plain_size, expanded.shape[2] - plain_size], dim=2)
     q, rotated = q.split([plain_size, q.shape[2] - plain_size], dim=2)
-    return _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale)
+    return _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale, cu_context_lens=cu_context_lens)
 
 
 def absorbed_prefill_attention(absorbed, rotated, cache, tiles, block_tables, scale):
@@ -607,13 +823,15 @@ def absorbed_prefill_attention(absorbed, rotated, cache, tiles, block_tables, sc
     )
 
 
-def _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale, block_tables=None, block_size=None):
+def _launch_prefill(
+    q, rotated, keys, values, rotated_keys, tiles, scale, block_tables=None, block_size=None, cu_context_lens=None
+):
     """Launch prefill. Last dimensions are contiguous; keys and values have one head, or as many as queries."""
     _, num_heads, plain_size = q.shape
     value_size, rotary_size = values.shape[2], rotated.shape[2]
     is_absorbed = block_tables is not None
     shape = _shape(q.device, is_absorbed)
-    group_size = _heads_of_tile(num_heads, q.device) if is_absorbed else 1
+    group_size = _heads_of_tile(num_heads) if is_absorbed else 1
     out = q.new_empty(*q.shape[:2], value_size)
     _latent_prefill_kernel[(len(tiles), num_heads // group_size)](
         q,
@@ -623,6 +841,7 @@ def _launch_prefill(q, rotated, keys, values, rotated_keys, tiles, scale, block_
         rotated_keys,
         tiles,
         block_tables,
+        cu_context_lens,
         out,
         scale * math.log2(math.e),
         *q.stride()[:2],

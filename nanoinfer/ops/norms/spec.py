@@ -61,17 +61,50 @@ def add_rms_norm(
 
 @op
 def add_scaled_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, sum_weight: Tensor | None, total_scale: Tensor
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    sum_weight: Tensor | None,
+    total_scale: Tensor | None,
+    other_terms: Tensor | None = None,
+    part_weights: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of (x + residual) * total_scale, and this product, which is rounded after each of the two steps.
 
-    x: (num_splits, num_rows, size). residual: (num_rows, size). total_scale: (1,). The rest: see `add_rms_norm`.
+    x: (num_splits, num_rows, size). residual: (num_rows, size). total_scale: (1,); None for 1. The rest: see
+    `add_rms_norm`.
+    other_terms: like x, of any number, or None. Then the sum of x is normalised by the first of part_weights, and that
+    of the other terms by the second, before the two are added up.
     """
     x = x[0] if len(x) == 1 else x.sum(0)
+    if part_weights is not None:
+        assert other_terms is not None, "norms of two parts need both of them"
+        other = other_terms[0] if len(other_terms) == 1 else other_terms.sum(0)
+        parts = (part.to(residual.dtype) for part in (x, other))
+        x, other = (rms_norm(part, weight, eps) for part, weight in zip(parts, part_weights, strict=True))
+        x = x + other
     if sum_weight is not None:
         x = rms_norm(x.to(residual.dtype), sum_weight, eps)
-    total = (x + residual).to(residual.dtype) * total_scale.to(residual.dtype)
+    total = (x + residual).to(residual.dtype)
+    if total_scale is not None:
+        total = total * total_scale.to(residual.dtype)
     return rms_norm(total, weight, eps), total
+
+
+@op
+def add_rms_norms(
+    x: Tensor, residual: Tensor, weights: tuple[Tensor, Tensor, Tensor], eps: float, sum_weight: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Return three norms of residual + norm(x), each by a weight of its own, and this sum: (num_rows, size) each.
+
+    x: (num_splits, num_rows, size), partial sums. residual: (num_rows, size). weights, sum_weight: (size,), in float32
+    or the dtype of the residual.
+    """
+    x = x[0] if len(x) == 1 else x.sum(0)
+    total = rms_norm(x.to(residual.dtype), sum_weight, eps) + residual
+    first, second, third = (rms_norm(total, weight, eps) for weight in weights)
+    return (first, second, third), total
 
 
 @op

@@ -209,17 +209,121 @@ def add_layer_norm(x, residual, weight, bias, eps, total=None):
 
 
 @triton.jit
+def _sum_of_terms(x_ptrs, split_stride, mask, num_splits: tl.constexpr):
+    """Return the sum of the partial sums of a row, in float32, zero where they are masked."""
+    wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, num_splits):
+        wide += tl.load(x_ptrs + split * split_stride, mask=mask, other=0.0).to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _normed_sum(wide, weight, size: tl.constexpr, eps, dtype: tl.constexpr):
+    """Return the norm of a sum in float32, rounded before and after as separate kernels would leave it."""
+    return normalised(wide.to(dtype).to(tl.float32), weight, size, eps).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _scaled_norm_kernel(
     x_ptr,
+    other_ptr,  # None, unless there are other terms, with a norm of their own as x has
     residual_ptr,
     weight_ptr,
+    x_weight_ptr,  # None, like other_weight_ptr, without other terms
+    other_weight_ptr,
     sum_weight_ptr,  # None, unless x is normalised by itself before the addition
-    total_scale_ptr,
+    total_scale_ptr,  # None for 1
     out_ptr,
     total_ptr,
     x_split_stride,
     x_row_stride,
+    other_split_stride,
+    other_row_stride,
     residual_row_stride,
+    eps,
+    num_splits: tl.constexpr,  # of split-K: partial sums of x to add up
+    num_other_terms: tl.constexpr,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,  # size, rounded up to a power of two
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    mask = column < size
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + column, mask=mask)  # before the wait, like the others: no kernel writes them
+    if total_scale_ptr is not None:
+        total_scale = tl.load(total_scale_ptr).to(dtype).to(tl.float32)
+    if sum_weight_ptr is not None:
+        sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
+    if other_ptr is not None:
+        x_weight = tl.load(x_weight_ptr + column, mask=mask, other=0.0)
+        other_weight = tl.load(other_weight_ptr + column, mask=mask, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    wide = _sum_of_terms(x_ptr + row * x_row_stride + column, x_split_stride, mask, num_splits)
+    if other_ptr is not None:
+        other_ptrs = other_ptr + row * other_row_stride + column
+        other = _sum_of_terms(other_ptrs, other_split_stride, mask, num_other_terms)
+        wide = _normed_sum(wide, x_weight, size, eps, dtype) + _normed_sum(other, other_weight, size, eps, dtype)
+    residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
+    if sum_weight_ptr is not None:
+        wide = _normed_sum(wide, sum_weight, size, eps, dtype)
+    total = (wide + residual.to(tl.float32)).to(dtype)
+    if total_scale_ptr is not None:
+        total = (total.to(tl.float32) * total_scale).to(dtype)
+    tl.store(total_ptr + row * size + column, total, mask=mask)
+    out = normalised(total.to(tl.float32), weight, size, eps)
+    tl.store(out_ptr + row * size + column, out.to(dtype), mask=mask)
+
+
+def add_scaled_rms_norm(x, residual, weight, eps, sum_weight, total_scale, other_terms=None, part_weights=None):
+    for name, tensor in (("x", x), ("residual", residual), ("other_terms", x if other_terms is None else other_terms)):
+        assert tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
+    num_splits, num_rows, size = x.shape
+    out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    if num_rows:
+        padded_size = next_power_of_2(size)
+        _scaled_norm_kernel[(num_rows,)](
+            x,
+            other_terms,
+            residual,
+            weight,
+            *(part_weights or (None, None)),
+            sum_weight,
+            total_scale,
+            out,
+            total,
+            x.stride(0),
+            x.stride(1),
+            *((0, 0) if other_terms is None else other_terms.stride()[:2]),
+            residual.stride(0),
+            eps,
+            num_splits=num_splits,
+            num_other_terms=0 if other_terms is None else len(other_terms),
+            size=size,
+            SIZE=padded_size,
+            num_warps=num_warps(padded_size),
+            **overlap_options(x.device),
+        )
+    return out, total
+
+
+@triton.jit
+def _three_norms_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    second_weight_ptr,
+    third_weight_ptr,
+    sum_weight_ptr,
+    out_ptr,  # (3, num_rows, size)
+    total_ptr,
+    x_split_stride,
+    x_row_stride,
+    residual_row_stride,
+    out_stride,  # of norms
     eps,
     num_splits: tl.constexpr,  # of split-K: partial sums of x to add up
     size: tl.constexpr,
@@ -229,46 +333,43 @@ def _scaled_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     mask = column < size
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + column, mask=mask)  # before the wait, like the others: no kernel writes them
-    total_scale = tl.load(total_scale_ptr).to(residual_ptr.dtype.element_ty).to(tl.float32)
-    if sum_weight_ptr is not None:
-        sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
+    second_weight = tl.load(second_weight_ptr + column, mask=mask)
+    third_weight = tl.load(third_weight_ptr + column, mask=mask)
+    sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x_ptrs = x_ptr + row * x_row_stride + column
-    wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, num_splits):
-        wide += tl.load(x_ptrs + split * x_split_stride, mask=mask, other=0.0).to(tl.float32)
+    wide = _sum_of_terms(x_ptr + row * x_row_stride + column, x_split_stride, mask, num_splits)
     residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
-    if sum_weight_ptr is not None:
-        wide = normalised(wide.to(residual.dtype).to(tl.float32), sum_weight, size, eps)
-        wide = wide.to(residual.dtype).to(tl.float32)
-    total = (wide + residual.to(tl.float32)).to(residual.dtype)
-    total = (total.to(tl.float32) * total_scale).to(residual.dtype)
+    total = (_normed_sum(wide, sum_weight, size, eps, dtype) + residual.to(tl.float32)).to(dtype)
     tl.store(total_ptr + row * size + column, total, mask=mask)
-    out = normalised(total.to(tl.float32), weight, size, eps)
-    tl.store(out_ptr + row * size + column, out.to(residual.dtype), mask=mask)
+    wide = total.to(tl.float32)
+    out_ptrs = out_ptr + row * size + column
+    tl.store(out_ptrs, normalised(wide, weight, size, eps).to(dtype), mask=mask)
+    tl.store(out_ptrs + out_stride, normalised(wide, second_weight, size, eps).to(dtype), mask=mask)
+    tl.store(out_ptrs + 2 * out_stride, normalised(wide, third_weight, size, eps).to(dtype), mask=mask)
 
 
-def add_scaled_rms_norm(x, residual, weight, eps, sum_weight, total_scale):
+def add_rms_norms(x, residual, weights, eps, sum_weight):
     for name, tensor in (("x", x), ("residual", residual)):
         assert tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
     num_splits, num_rows, size = x.shape
-    out, total = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    out, total = residual.new_empty(3, num_rows, size), residual.new_empty(residual.shape)
     if num_rows:
         padded_size = next_power_of_2(size)
-        _scaled_norm_kernel[(num_rows,)](
+        _three_norms_kernel[(num_rows,)](
             x,
             residual,
-            weight,
+            *weights,
             sum_weight,
-            total_scale,
             out,
             total,
             x.stride(0),
             x.stride(1),
             residual.stride(0),
+            out.stride(0),
             eps,
             num_splits=num_splits,
             size=size,
@@ -276,4 +377,4 @@ def add_scaled_rms_norm(x, residual, weight, eps, sum_weight, total_scale):
             num_warps=num_warps(padded_size),
             **overlap_options(x.device),
         )
-    return out, total
+    return out.unbind(), total

@@ -237,17 +237,26 @@ def plan_prefill(
     context_lens: tuple[int, ...],
     group_size: int,
     device: torch.device,
-    head_dim: int = 128,
+    head_dim: int,
 ) -> Tensor:
-    """List the tiles of queries for `paged_prefill_attention`, those with the longest contexts first.
+    """List the tiles of queries for `paged_prefill_attention`: see `plan_query_tiles`.
 
-    query_lens, context_lens: tokens of each chunk, and of its context, the chunk's own included. group_size: query
-    heads for each KV head. head_dim: their size. Returns (num_tiles, 4) int32: the tile's first token among those of
-    the step, how many tokens it has, the position of the first one in its context, and its chunk. The host does not
-    wait for the device.
+    group_size: query heads for each KV head. head_dim: their size.
+    """
+    num_tokens = max(1, tile_rows(group_size, head_dim, device) // group_size)
+    return plan_query_tiles(query_lens, context_lens, num_tokens, device)
+
+
+def plan_query_tiles(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], size: int, device: torch.device
+) -> Tensor:
+    """List the tiles of queries of a prefill step, those with the longest contexts first.
+
+    query_lens, context_lens: tokens of each chunk, and of its context, the chunk's own included. size: tokens of a
+    tile. Returns (num_tiles, 4) int32: the tile's first token among those of the step, how many tokens it has, the
+    position of the first one in its context, and its chunk. The host does not wait for the device.
     """
     lens, contexts = np.array(query_lens), np.array(context_lens)
-    size = max(1, tile_rows(group_size, head_dim, device) // group_size)
     counts = -(-lens // size)
     chunk = np.repeat(np.arange(len(lens)), counts)
     offset = (np.arange(len(chunk)) - np.repeat(counts.cumsum() - counts, counts)) * size
