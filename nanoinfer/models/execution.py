@@ -9,20 +9,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard, cast
+from functools import partial
+from typing import Any, TypeGuard, cast
 
 from torch import Tensor
 
 from nanoinfer.device import computing
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
 from nanoinfer.layers.layernorm import ResidualStream
+from nanoinfer.layers.linear import ShardedLinear
 from nanoinfer.models.decoder import Decoder, DecoderLayer
 from nanoinfer.models.few_calls_layer import few_calls_layer
-from nanoinfer.models.few_rows_layer import few_rows_kernels_serve, few_rows_layer, few_rows_products
+from nanoinfer.models.few_rows_layer import few_rows_layer, few_rows_products
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Layer, Way
 from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs, SmallPrefillGraphs, sizes_that_pay
 from nanoinfer.models.sliced_prefill import SlicedPrefillGraphs, sliced_prefill
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve
+from nanoinfer.quantization.linear_method import ProductKind
 
 
 def forward(decoder: Decoder, step: ForwardStep) -> Tensor:
@@ -67,13 +71,8 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
 
     sizes: how many rows the steps have. Triton compiles outside Python's lock for the most part.
     """
-    layer, device = next(filter(_has_few_rows_way, decoder.layers), None), decoder.embed_tokens.weight.device
-    products = [
-        product
-        for num_rows in sizes
-        if layer is not None and _step_has_few_rows(decoder, num_rows)
-        for product in few_rows_products(layer, num_rows)
-    ]
+    device = decoder.embed_tokens.weight.device
+    products = [product for num_rows in sizes for product in _few_rows_products(decoder, num_rows)]
 
     def run(product: Callable[[], Tensor]) -> None:
         with computing(device, None):
@@ -85,6 +84,28 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
         compiled = pool.map(run, reversed(products))  # products of the most rows take the longest
         yield
         list(compiled)  # raises what they raised
+
+
+def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Tensor]]:
+    """Return the products of the first layer with a way for few rows, and one of each shape in the other layers."""
+    products: list[Callable[[], Tensor]] = []
+    others = [layer for layer in decoder.layers if not _has_few_rows_way(layer)]
+    if _step_has_few_rows(decoder, num_rows):
+        first = next(filter(_has_few_rows_way, decoder.layers), None)
+        products += [] if first is None else few_rows_products(first, num_rows)
+    else:
+        others = [*decoder.layers]
+    plain = [part for layer in others for part in layer.modules() if _is_plain_product(part)]
+    for proj in {(part.weight.shape, part.bias is None): part for part in plain}.values():
+        if few_rows_kernels_serve(num_rows, proj.weight):
+            x = proj.weight.new_zeros(num_rows, proj.weight.shape[1])
+            products.append(partial(proj.quant_method.apply, proj, x, proj.bias))
+    return products
+
+
+def _is_plain_product(part: Any) -> TypeGuard[ShardedLinear]:
+    """Return whether a part is a linear layer in the dtype of the model, and not the weight of all experts."""
+    return isinstance(part, ShardedLinear) and part.quant_method.kind is ProductKind.PLAIN and part.weight.dim() == 2
 
 
 def suits_slices(decoder: Decoder, num_tokens: int) -> bool:

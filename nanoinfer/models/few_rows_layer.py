@@ -11,32 +11,13 @@ purpose. It serves the layers that have `Way.FEW_ROWS` among their `ways`.
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from nanoinfer.device import import_error
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import ShardedLinear
 from nanoinfer.models.decoder import DecoderLayer, DecoderMLP
 from nanoinfer.models.forward_step import ForwardStep
-from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.few_rows.spec import few_rows_product
-
-MAX_FEW_ROWS = 4  # 0 turns these kernels off
-MAX_FEW_WIDE_ROWS = 2  # of more than WIDE values: with more rows, multiplying takes longer than reading the weights
-WIDE = 2048
-
-
-def few_rows_kernels_serve(num_rows: int, embeddings: Tensor) -> bool:
-    """Return whether a step of so many rows of these embeddings may run them: from Hopper on, in bfloat16.
-
-    embeddings: (vocab_size, hidden_size). In float16 a row times the norm's weight may overflow, as it is not divided
-    by its root mean square yet.
-    """
-    most = MAX_FEW_ROWS if embeddings.shape[1] <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_WIDE_ROWS)
-    if not 0 < num_rows <= most or embeddings.dtype != torch.bfloat16 or import_error("triton"):
-        return False
-    return bool(overlap_options(embeddings.device)["OVERLAP"])
 
 
 def few_rows_layer(layer: DecoderLayer, residual: Tensor, step: ForwardStep) -> Tensor:

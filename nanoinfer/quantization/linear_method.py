@@ -16,6 +16,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve, few_rows_product
 
 MAX_SPLIT_K_TOKENS = 256  # a product of more tokens fills the GPU by itself
 MIN_UNSPLIT_OUTPUTS = 4096  # a product of fewer outputs has far too few tiles
@@ -145,11 +146,16 @@ class LinearMethod:
 
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         """Return x W^T + b, (num_tokens, num_outputs)."""
-        return F.linear(cast(Tensor, x), self.wide_weight(layer), bias)
+        x, weight = cast(Tensor, x), self.wide_weight(layer)
+        if x.is_cuda and self._has_few_rows(x, weight):
+            return few_rows_product(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         """Return x W^T + b as partial sums of split-K, (num_splits, num_tokens, num_outputs), or as a single sum."""
         x, weight = cast(Tensor, x), self.wide_weight(layer)
+        if x.is_cuda and self._has_few_rows(x, weight):
+            return few_rows_product(x, weight, bias).unsqueeze(0)
         num_splits = self._num_splits(x, len(weight), bias)
         if num_splits == 1:
             return F.linear(x, weight, bias).unsqueeze(0)
@@ -164,6 +170,10 @@ class LinearMethod:
         gate_up, down = experts.gate_up_proj, experts.down_proj
         first, second = (layer.quant_method.expert_weights(layer) for layer in (gate_up, down))
         return expert_mlp(cast(Tensor, x), first, second, expert_ids, weights, experts.clamps, experts.is_geglu)
+
+    def _has_few_rows(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the kernel for few rows, which begins to read the weight early, computes the product."""
+        return self.kind is ProductKind.PLAIN and few_rows_kernels_serve(len(x), weight)
 
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
         """Return how far to split K; docs/performance.md has the times that this is based on."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoinfer import LLM, SamplingParams, tiny_model_path
 from nanoinfer.models import few_rows_layer
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.few_rows import spec
 from nanoinfer.ops.few_rows.spec import few_rows_product
 
 pytestmark = [
@@ -22,12 +23,14 @@ pytestmark = [
 ]
 
 ROWS = [1, 2, 3, 4]
-# (outputs, inputs, gated): the products of 0.6B, 4B, 8B, Llama 8B and Qwen2.5 7B; sizes that end inside a tile
+# (outputs, inputs, gated): the products of 0.6B, 4B, 8B, Llama 8B and Qwen2.5 7B, attention's of gpt-oss-20b and
+# 30B-A3B; sizes that end inside a tile
 SHAPES = [
     *((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False)),
     *((6144, 2560, False), (2560, 4096, False), (9728, 2560, True), (2560, 9728, False)),
     *((6144, 4096, False), (4096, 4096, False), (12288, 4096, True), (4096, 12288, False)),
     *((14336, 4096, True), (4096, 14336, False), (4608, 3584, False), (18944, 3584, True), (3584, 18944, False)),
+    *((5120, 2880, False), (2880, 4096, False), (5120, 2048, False), (2048, 4096, False)),
     *((1001, 200, False), (520, 1032, True)),
 ]
 
@@ -111,7 +114,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, max_few_rows: int, enforce_eager: b
     """Return what three greedy requests got in bfloat16, with the sums of their log-probabilities."""
     calls = []
     path = few_rows_layer.few_rows_product
-    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", max_few_rows)
+    monkeypatch.setattr(spec, "MAX_FEW_ROWS", max_few_rows)
     monkeypatch.setattr(
         few_rows_layer, "few_rows_product", lambda *args, **kwargs: calls.append(1) or path(*args, **kwargs)
     )

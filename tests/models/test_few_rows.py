@@ -13,12 +13,15 @@ from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.layernorm import CohereLayerNorm, GemmaRMSNorm, RMSNorm
+from nanoinfer.layers.linear import ShardedLinear
 from nanoinfer.models import execution, few_rows_layer
 from nanoinfer.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from nanoinfer.models.decoder_spec import DecoderSpec
 from nanoinfer.models.layer_stack import Way
 from nanoinfer.models.native_config import read_native_config
 from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
+from nanoinfer.ops.few_rows import spec as few_rows
+from nanoinfer.quantization import linear_method
 from nanoinfer.quantization.linear_method import ProductKind
 from tests.models.test_architectures import ARCHITECTURES, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
@@ -35,9 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
     note(few_rows_layer, "few_rows_product")
-    monkeypatch.setattr(
-        execution, "few_rows_kernels_serve", lambda num_rows, _: 0 < num_rows <= few_rows_layer.MAX_FEW_ROWS
-    )
+    monkeypatch.setattr(execution, "few_rows_kernels_serve", lambda num_rows, _: 0 < num_rows <= few_rows.MAX_FEW_ROWS)
     return names
 
 
@@ -64,10 +65,10 @@ def test_few_rows_give_the_tokens_of_the_common_path(
     """Batches of three rows and of fewer, so that a request's steps go through both paths."""
     folder, prompts = checkpoint(architecture, 0, **overrides), draw_prompts(0, (29, 1, 40, 20))
     options = {"max_num_seqs": 3, "kvcache_block_size": 16, "max_model_len": 112}
-    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", 0)
     expected = generate(folder, prompts, **options)
     assert not calls
-    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", max_few_rows)
+    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", max_few_rows)
     assert generate(folder, prompts, **options) == expected
     assert "few_rows_product" in calls
 
@@ -82,9 +83,9 @@ def test_every_architecture_gives_the_same_tokens_with_few_rows(
     """By the fast way where its layers are as that computes them, else by the common one."""
     folder, prompts = checkpoint(architecture, 1), draw_prompts(0, (29, 1))
     options = {"max_num_seqs": 2, "kvcache_block_size": 16, "max_model_len": 112}
-    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", 0)
     expected = generate(folder, prompts, **options)
-    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 2)
+    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", 2)
     assert generate(folder, prompts, **options) == expected
     if architecture not in ("GraniteForCausalLM", "Qwen3MoeForCausalLM"):  # which may be drawn as common ones
         assert bool(calls) == (architecture.removesuffix("ForCausalLM") in COMMON)
@@ -206,7 +207,7 @@ def test_the_products_of_each_size_are_compiled_ahead(
 ) -> None:
     with LLM(checkpoint(architecture, 0, **overrides), device="cpu", max_model_len=64) as llm:
         decoder = llm.engine.runner.model.model
-    with execution.compiling_few_rows(decoder, [1, 2, few_rows_layer.MAX_FEW_ROWS + 1, 100]):
+    with execution.compiling_few_rows(decoder, [1, 2, few_rows.MAX_FEW_ROWS + 1, 100]):
         pass
     assert calls == ["few_rows_product"] * 2 * num_products
 
@@ -226,22 +227,46 @@ def test_a_kernel_that_does_not_compile_is_an_error(
         pass
 
 
+@pytest.mark.parametrize("kind", [ProductKind.PLAIN, ProductKind.WIDENED])
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+def test_plain_products_of_few_rows_are_computed_by_that_kernel_in_other_layers_too(
+    num_rows: int, kind: ProductKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = ShardedLinear((6, 16), (6, 16), bias=True)
+    weight = torch.randn(6, 16)
+    layer.weight.copy_(weight)
+    layer.bias.fill_(0.5)
+    monkeypatch.setattr(layer.quant_method, "kind", kind)
+    monkeypatch.setattr(linear_method, "few_rows_kernels_serve", lambda num_rows, weight: num_rows <= 4)
+    monkeypatch.setattr(linear_method, "few_rows_product", lambda x, *_: names.append("few") or x.new_zeros(len(x), 6))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    names: list[str] = []
+    x = torch.ones(num_rows, 16)
+    products = [layer.quant_method.apply(layer, x, layer.bias), layer.quant_method.apply_split(layer, x, layer.bias)]
+    monkeypatch.undo()
+    is_few = num_rows <= 4 and kind is ProductKind.PLAIN
+    assert names == (["few"] * 2 if is_few else [])
+    assert [each.shape for each in products] == [(num_rows, 6), (1, num_rows, 6)]
+    if not is_few:
+        torch.testing.assert_close(products[0], weight.sum(1).expand(num_rows, 6) + 0.5)
+
+
 def test_a_cpu_has_no_such_path() -> None:
-    assert few_rows_layer.MAX_FEW_ROWS > 0
+    assert few_rows.MAX_FEW_ROWS > 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert not few_rows_layer.few_rows_kernels_serve(1, torch.zeros(9, 8, dtype=dtype))
+        assert not few_rows.few_rows_kernels_serve(1, torch.zeros(9, 8, dtype=dtype))
 
 
 def test_wide_models_have_fewer_of_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows_layer, "overlap_options", lambda device: {"OVERLAP": True})
-    monkeypatch.setattr(few_rows_layer, "import_error", lambda name: None)
+    monkeypatch.setattr(few_rows, "overlap_options", lambda device: {"OVERLAP": True})
+    monkeypatch.setattr(few_rows, "import_error", lambda name: None)
 
     def numbers_of_rows(hidden_size: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:
-        embeddings = torch.zeros(9, hidden_size, dtype=dtype)
-        return [rows for rows in range(9) if few_rows_layer.few_rows_kernels_serve(rows, embeddings)]
+        embeddings = torch.zeros(4096, hidden_size, dtype=dtype)
+        return [rows for rows in range(9) if few_rows.few_rows_kernels_serve(rows, embeddings)]
 
     assert numbers_of_rows(2048) == [1, 2, 3, 4]
     assert numbers_of_rows(4096) == [1, 2]
     assert numbers_of_rows(2048, torch.float16) == numbers_of_rows(2048, torch.float32) == []
-    monkeypatch.setattr(few_rows_layer, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(few_rows, "MAX_FEW_ROWS", 0)
     assert numbers_of_rows(4096) == []

@@ -1,11 +1,30 @@
 """A product for steps of few rows, fused with the norm before it and with what follows."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.device import import_error
 from nanoinfer.ops.activations.spec import silu_and_mul
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.dispatch import op
 from nanoinfer.ops.norms.spec import rms_norm
+
+MAX_FEW_ROWS = 4  # 0 turns these kernels off
+MAX_FEW_WIDE_ROWS = 2  # of more than WIDE values: with more rows, multiplying takes longer than reading the weights
+WIDE = 2048
+
+
+def few_rows_kernels_serve(num_rows: int, weight: Tensor) -> bool:
+    """Return whether a step of so many rows may run them: from Hopper on, in bfloat16.
+
+    weight: (num_outputs, num_inputs), of the product, or (vocab_size, hidden_size), of a model's embeddings. In float16
+    a row times the norm's weight may overflow, as it is not divided by its root mean square yet.
+    """
+    most = MAX_FEW_ROWS if min(weight.shape) <= WIDE else min(MAX_FEW_ROWS, MAX_FEW_WIDE_ROWS)
+    if not 0 < num_rows <= most or weight.dtype != torch.bfloat16 or import_error("triton"):
+        return False
+    return bool(overlap_options(weight.device)["OVERLAP"])
 
 
 @op
