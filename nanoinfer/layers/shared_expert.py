@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.joined_weights import Module, lay_together, tensors_of, with_tensors
 from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinear, wide_rows
 from nanoinfer.ops.activations.spec import gated_sum, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations
@@ -79,16 +80,13 @@ def join(router: Any, experts: Experts, shared: SharedExpert, gate: SharedExpert
     if not all(type(own.quant_method) is type(last.quant_method) and _are_alike(own, last) for own, last in layers):
         return None
     joined_experts, joined_router = copy.copy(experts), copy.copy(router)
-    projections = [_with_tensors(own, _move_together(own, last)) for own, last in layers]
+    projections = [_joined(own, last) for own, last in layers]
     joined_experts._modules = dict(zip(("gate_up_proj", "down_proj"), projections, strict=True))
     joined_router.shared_expert = len(router.weight)
     if gate is not None:
-        num_rows = len(router.weight) + 1
-        rows = torch.cat(
-            (router.weight, gate.weight, gate.weight.new_zeros(-num_rows % ROUTER_ROWS, gate.weight.shape[1]))
-        )
-        router.weight.data, gate.weight.data = rows[: num_rows - 1], rows[num_rows - 1 : num_rows]
-        joined_router = _with_tensors(joined_router, {**_tensors(router), "weight": rows})
+        filling = gate.weight.new_zeros(-(len(router.weight) + 1) % ROUTER_ROWS, gate.weight.shape[1])
+        rows = lay_together(router.weight, gate.weight, filling)
+        joined_router = with_tensors(joined_router, {**tensors_of(router), "weight": rows})
     return JoinedExperts(joined_router, joined_experts, shared)
 
 
@@ -96,13 +94,9 @@ def _projections(module: Any) -> tuple[Any, Any]:
     return module.gate_up_proj, module.down_proj
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
-
-
 def _are_alike(own: nn.Module, last: nn.Module) -> bool:
     """Return whether each tensor of all experts has room for that of one more."""
-    of_all, of_one = _tensors(own), _tensors(last)
+    of_all, of_one = tensors_of(own), tensors_of(last)
     return of_all.keys() == of_one.keys() and all(
         tensor.shape[1:] == of_one[name].shape
         and tensor.dim() > of_one[name].dim()
@@ -111,18 +105,7 @@ def _are_alike(own: nn.Module, last: nn.Module) -> bool:
     )
 
 
-def _move_together(own: nn.Module, last: nn.Module) -> dict[str, Tensor]:
-    """Lay the tensors of one expert behind those of the others; return both as one, by name."""
-    joined = {}
-    for (name, tensor), one in zip(_tensors(own).items(), _tensors(last).values(), strict=True):
-        joined[name] = torch.cat((tensor, one.unsqueeze(0)))
-        tensor.data, one.data = joined[name][:-1], joined[name][-1]
-    return joined
-
-
-def _with_tensors(module: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a copy of a module that has these tensors, and no parameters."""
-    changed = copy.copy(module)
-    changed._parameters = dict.fromkeys(module._parameters.keys() - tensors.keys())
-    changed._buffers = dict.fromkeys(module._buffers.keys() - tensors.keys()) | tensors
-    return changed
+def _joined(own: Module, last: nn.Module) -> Module:
+    """Lay the tensors of one expert behind those of the others; return the module with both."""
+    of_all, of_one = tensors_of(own), tensors_of(last)
+    return with_tensors(own, {name: lay_together(tensor, of_one[name]) for name, tensor in of_all.items()})

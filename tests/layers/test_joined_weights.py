@@ -1,4 +1,4 @@
-"""A shared expert as the last of the others: the same sums, the same memory, the same names."""
+"""Weights behind one another in memory, a shared expert's and others: the same sums, the same memory and names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoinfer import LLM
-from nanoinfer.checkpoint.base_config import MoEConfig
+from nanoinfer.checkpoint.base_config import LinearAttentionConfig, MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.layers import moe
+from nanoinfer.layers import gated_delta_net, moe
+from nanoinfer.layers.gated_delta_net import GatedDeltaNet
 from nanoinfer.layers.moe import Router, SigmoidRouter, SoftmaxGroupRouter, SparseMoE
 from nanoinfer.lora.adapter_slots import AdaptedProduct, StepAdapters
 from nanoinfer.ops.common.fp8_format import FP8
@@ -162,8 +163,10 @@ def test_a_product_that_adapters_add_to_is_computed_by_itself() -> None:
 @pytest.mark.parametrize(
     ("architecture", "sizes"),
     [
-        ("Qwen3NextForCausalLM", {"shared_expert_intermediate_size": 24}),
-        ("Qwen3_5MoeForCausalLM", {"shared_expert_intermediate_size": 24}),
+        *(
+            (name, {"shared_expert_intermediate_size": 24, "linear_num_key_heads": 4, "linear_num_value_heads": 8})
+            for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM")
+        ),
         ("Glm4MoeForCausalLM", {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
         ("DeepseekV3ForCausalLM", {"n_shared_experts": 1}),
     ],
@@ -183,10 +186,14 @@ def test_engines_load_update_and_wake_joined_weights(
     with LLM(folder, **options) as llm:
         expected = answers(llm)
     monkeypatch.setattr(SparseMoE, "settle_weights", SparseMoE.join_shared_expert)
+    monkeypatch.setattr(GatedDeltaNet, "settle_weights", GatedDeltaNet.join_projections)
     with LLM(folder, **options) as llm:
         layers = [part for part in llm.engine.runner.model.modules() if isinstance(part, SparseMoE)]
         assert layers
         assert all(part.joined is not None for part in layers)
+        linear = [part for part in llm.engine.runner.model.modules() if isinstance(part, GatedDeltaNet)]
+        assert bool(linear) == architecture.startswith("Qwen")
+        assert all(part.joined is not None for part in linear)
         assert answers(llm) == expected
         weights = load_file(folder / "model.safetensors")
         llm.update_weights({name: torch.zeros_like(weight) for name, weight in weights.items()})
@@ -198,3 +205,44 @@ def test_engines_load_update_and_wake_joined_weights(
             if level == 2:
                 llm.update_weights(weights)
             assert answers(llm) == expected
+
+
+def linear_attention(num_value_heads: int = 8) -> GatedDeltaNet:
+    config = LinearAttentionConfig(
+        num_key_heads=4,
+        num_value_heads=num_value_heads,
+        key_head_dim=8,
+        value_head_dim=8,
+        conv_width=2,
+        is_linear=(True,),
+    )
+    layer = GatedDeltaNet(HIDDEN, 1e-6, config, False, WHOLE)
+    draw_weights(layer)
+    return layer
+
+
+def test_both_input_products_of_linear_attention_are_one_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = linear_attention(), randn(3, HIDDEN)
+    expected, names = layer.project(x), [name for name, _ in layer.named_parameters()]
+    layer.join_projections()
+    assert [name for name, _ in layer.named_parameters()] == names
+    draw_weights(layer)  # in the memory of both
+    joined = layer.project(x)
+    assert joined[0].untyped_storage().data_ptr() == joined[1].untyped_storage().data_ptr(), "one product"
+    torch.testing.assert_close(joined, expected)
+    monkeypatch.setattr(gated_delta_net, "MAX_SPLIT_K_TOKENS", 2)
+    apart = layer.project(x)
+    assert apart[0].untyped_storage().data_ptr() != apart[1].untyped_storage().data_ptr()
+    torch.testing.assert_close(apart, expected)
+
+
+def test_input_products_with_adapters_or_of_odd_sizes_stay_apart() -> None:
+    layer, x = linear_attention(), randn(3, HIDDEN)
+    layer.join_projections()
+    projection: Any = layer.in_proj_qkvz
+    projection.quant_method = AdaptedProduct(projection.quant_method, StepAdapters())
+    qkvz, ba = layer.project(x)
+    assert qkvz.untyped_storage().data_ptr() != ba.untyped_storage().data_ptr()
+    odd = linear_attention(num_value_heads=4)
+    odd.join_projections()
+    assert odd.joined is None, "8 numbers of b and a"
