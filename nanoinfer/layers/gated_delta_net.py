@@ -5,6 +5,7 @@ head its query, its key, and then what its value heads have. Here all of them li
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,14 @@ from nanoinfer.caches.recurrent_states import LayerStates
 from nanoinfer.checkpoint.base_config import LinearAttentionConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
+from nanoinfer.layers.joined_weights import lay_together, with_tensors
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, wide_rows
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.delta_rule.spec import DeltaRuleWeights, gated_delta_prefill, gated_delta_step
 from nanoinfer.ops.delta_rule_lines.spec import gated_delta_lines
+from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
+
+ALIGNMENT = 16  # numbers: the lines of both products in one begin at multiples of it
 
 
 class LinearAttentionProjection(ColumnParallelLinear):
@@ -105,6 +110,13 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
 
+class JoinedProjection(NamedTuple):
+    """Computes both input products as one, which is a launch less. linear: a copy, no part of the model."""
+
+    linear: LinearAttentionProjection
+    num_first: int  # outputs of the first product
+
+
 class GatedDeltaNet(nn.Module):
     """Computes linear attention and the products before and after it, on this rank's key heads and their value heads.
 
@@ -125,6 +137,23 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty_like(heads), requires_grad=False)
         self.norm = GatedNorm(config.value_head_dim)
         self.out_proj = RowParallelLinear(config.value_size, hidden_size, bias=False, tp=tp)
+        self.joined: JoinedProjection | None = None
+
+    def settle_weights(self) -> None:
+        """Join the input products where that pays: not on a CPU, which launches nothing."""
+        if not self.A_log.is_cpu:
+            self.join_projections()
+
+    def join_projections(self) -> None:
+        """Lay the weights of both input products behind one another, if they are in the dtype of the model."""
+        qkvz, ba = self.in_proj_qkvz, self.in_proj_ba
+        if self._are_plain() and len(ba.weight) % ALIGNMENT == 0:
+            weight = lay_together(qkvz.weight, ba.weight)
+            self.joined = JoinedProjection(with_tensors(qkvz, {"weight": weight}), len(qkvz.weight))
+
+    def _are_plain(self) -> bool:
+        """Return whether both input products are plain ones: neither in fewer bits, nor with adapters."""
+        return all(type(linear.quant_method) is LinearMethod for linear in (self.in_proj_qkvz, self.in_proj_ba))
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -136,7 +165,10 @@ class GatedDeltaNet(nn.Module):
         param.copy_(self.tp.shard(full, 0))
 
     def project(self, hidden: Activations) -> tuple[Tensor, Tensor]:
-        """Return what the two input products do, each (num_tokens, size)."""
+        """Return what the two input products do, each (num_tokens, size); a line may be longer than what it holds."""
+        if self.joined is not None and len(hidden) <= MAX_SPLIT_K_TOKENS and self._are_plain():
+            both = self.joined.linear(hidden)
+            return both[:, : self.joined.num_first], both[:, self.joined.num_first :]
         qkvz = self.in_proj_qkvz(hidden)
         return qkvz, self.in_proj_ba(hidden if self.in_proj_ba.input_format is not None else wide_rows(hidden))
 

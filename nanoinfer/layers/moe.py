@@ -6,6 +6,7 @@ the tokens are spread over the experts.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.experts import Experts, Routing
-from nanoinfer.layers.linear import MergedColumnParallelLinear, PartialSum, RowParallelLinear, sum_buffers, wide_rows
-from nanoinfer.ops.activations.spec import gated_sum, silu_and_mul
+from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
+from nanoinfer.layers.shared_expert import JoinedExperts, SharedExpert, SharedExpertGate, join
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid, route_in_groups, route_in_groups_by_softmax
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, split_k_product
@@ -23,12 +24,18 @@ from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, split_k_pro
 # At most so many partial sums of a router's product, each of so many inputs at least. For 128 experts of 2048 inputs,
 # 16 of them take 2.5 us, and one takes 4.8.
 MAX_SPLITS, MIN_SPLIT_SIZE = 16, 128
+MAX_JOINED_TOKENS = 64  # in steps of more, dense products compute the shared expert, and four launches cost little
 
 
 class Router(nn.Module):
-    """Scores the experts for each token. All ranks hold all of it, and route alike: their tokens have equal bits."""
+    """Scores the experts for each token. All ranks hold all of it, and route alike: their tokens have equal bits.
+
+    shared_expert: see `route`. appends_shared: whether it can be other than None.
+    """
 
     bias: nn.Parameter | None
+    shared_expert: int | None = None
+    appends_shared: ClassVar[bool] = True
 
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__()
@@ -38,7 +45,8 @@ class Router(nn.Module):
         self.register_parameter("bias", None)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
-        return Routing(*route(self.terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask, self.bias))
+        terms, count, normalises = self.terms(hidden), self.num_experts_per_tok, self.norm_topk_prob
+        return Routing(*route(terms, count, normalises, row_mask, self.bias, self.shared_expert))
 
     def terms(self, hidden: Tensor) -> Tensor:
         """Return the logits as terms to be added up, (num_terms, num_tokens, num_experts).
@@ -94,13 +102,15 @@ class SigmoidRouter(WideRouter):
         terms, bias, moe = self.terms(hidden), self.e_score_correction_bias, self.moe
         count, normalises, factor = moe.num_experts_per_tok, moe.norm_topk_prob, moe.scaling_factor
         if moe.num_groups == 1:
-            return Routing(*route_by_sigmoid(terms, bias, count, normalises, factor, row_mask))
-        num_groups, num_chosen = moe.num_groups, moe.num_chosen_groups
-        return Routing(*route_in_groups(terms, bias, count, normalises, factor, num_groups, num_chosen, row_mask))
+            return Routing(*route_by_sigmoid(terms, bias, count, normalises, factor, row_mask, self.shared_expert))
+        groups = moe.num_groups, moe.num_chosen_groups
+        return Routing(*route_in_groups(terms, bias, count, normalises, factor, *groups, row_mask, self.shared_expert))
 
 
 class SoftmaxGroupRouter(WideRouter):
     """Scores the experts by a softmax, in groups if there are any. Weights are scaled, not normalised (DeepSeek-V2)."""
+
+    appends_shared = False
 
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__(hidden_size, moe)
@@ -113,36 +123,6 @@ class SoftmaxGroupRouter(WideRouter):
             return Routing(*route_in_groups_by_softmax(terms, count, factor, num_groups, num_chosen, row_mask))
         expert_ids, weights = route(terms, count, False, row_mask)
         return Routing(expert_ids, weights if factor == 1 else weights * factor)
-
-
-class SharedExpert(nn.Module):
-    """Computes all tokens, beside the experts that a router chooses (Qwen3-Next, GLM-4.5): a SwiGLU MLP.
-
-    Its output is left in terms, for the next norm to add up with those of the chosen experts.
-    """
-
-    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel) -> None:
-        super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, bias=False, tp=tp)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=False, tp=tp)
-
-    def forward(self, hidden: Activations) -> Tensor:
-        """Return terms to be added up, (num_terms, num_tokens, hidden_size), of this rank."""
-        hidden = hidden if self.gate_up_proj.input_format is not None else wide_rows(hidden)
-        gated = silu_and_mul(self.gate_up_proj(hidden), self.down_proj.input_format)
-        return self.down_proj.quant_method.apply_split(self.down_proj, gated, None)
-
-
-class SharedExpertGate(nn.Module):
-    """Says how much of a token's shared expert counts."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
-
-    def forward(self, terms: Tensor, hidden: Tensor) -> Tensor:
-        """Return the expert's terms times the gates, (1, num_tokens, hidden_size). hidden: the expert's inputs."""
-        return gated_sum(terms, hidden, self.weight)
 
 
 class SparseMoE(nn.Module):
@@ -166,6 +146,7 @@ class SparseMoE(nn.Module):
         self.gate = router(hidden_size, moe)
         self.experts = experts(hidden_size, moe, tp)
         self.shared_expert: SharedExpert | None = None
+        self.joined: JoinedExperts | None = None
         if moe.shared_size is not None:
             self.shared_expert = SharedExpert(hidden_size, moe.shared_size, tp)
             self.shared_expert_gate = SharedExpertGate(hidden_size) if is_shared_gated else None
@@ -176,6 +157,16 @@ class SparseMoE(nn.Module):
         experts = self.experts.gate_up_proj.input_format
         return experts and replace(experts, keeps_wide=True)
 
+    def settle_weights(self) -> None:
+        """Join a shared expert where that pays: not on a CPU, which launches nothing."""
+        if not self.gate.weight.is_cpu:
+            self.join_shared_expert()
+
+    def join_shared_expert(self) -> None:
+        """Lay the shared expert's weights behind the others', if they fit, so that few tokens need fewer launches."""
+        if self.shared_expert is not None:
+            self.joined = join(self.gate, self.experts, self.shared_expert, self.shared_expert_gate)
+
     def forward(
         self, hidden: Activations, row_mask: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> PartialSum:
@@ -184,14 +175,11 @@ class SparseMoE(nn.Module):
         row_mask: (num_tokens,) bool, False for rows without a token, such as the padding of a CUDA graph. No expert is
         read for them, and their sums are zero. None: all rows have tokens. routed: is given the tokens' experts.
         """
-        routing = self.gate(wide_rows(hidden), row_mask)
-        if routed is not None:
-            routed.append(routing.expert_ids)
-        terms, shared = self.experts(hidden, routing), None
-        if self.shared_expert is not None:
-            shared = self.shared_expert(hidden)
-            if self.shared_expert_gate is not None:
-                shared = self.shared_expert_gate(shared, wide_rows(hidden))
+        if self._computes_jointly(len(hidden), routed):
+            assert self.joined is not None, "only joined experts compute jointly"
+            terms, shared = self.joined.experts(hidden, self.joined.router(wide_rows(hidden), row_mask)), None
+        else:
+            terms, shared = self._compute_apart(hidden, row_mask, routed)
         if self.tp.size == 1:
             return PartialSum(terms, other_terms=shared)
         if shared is not None:
@@ -200,3 +188,20 @@ class SparseMoE(nn.Module):
         if buffers is not None:
             return PartialSum(terms, buffers)
         return PartialSum(terms.sum(0, keepdim=True), tp=self.tp)
+
+    def _computes_jointly(self, num_tokens: int, routed: list[Tensor] | None) -> bool:
+        """Return whether the grouped products compute the shared expert, too. Its id is none that `routed` has."""
+        return self.joined is not None and num_tokens <= MAX_JOINED_TOKENS and routed is None and self.joined.serve
+
+    def _compute_apart(
+        self, hidden: Activations, row_mask: Tensor | None, routed: list[Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the terms of the chosen experts, and those of the shared one if there is one."""
+        routing = self.gate(wide_rows(hidden), row_mask)
+        if routed is not None:
+            routed.append(routing.expert_ids)
+        terms = self.experts(hidden, routing)
+        if self.shared_expert is None:
+            return terms, None
+        shared = self.shared_expert(hidden)
+        return terms, shared if self.shared_expert_gate is None else self.shared_expert_gate(shared, wide_rows(hidden))

@@ -8,9 +8,9 @@ AWQ, GPTQ and MXFP4. What would change the answer and is not built in is refused
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -162,10 +162,16 @@ def has_fewer_bits(config: QuantizationConfig, name: str, module: Any) -> bool:
 
 
 def quantize_layer(layer: nn.Module, name: str, config: QuantizationConfig | None) -> None:
-    """Hold those weights of a decoder's layer in fewer bits that the config says. name: such as "model.layers.0"."""
-    for part, module in layer.named_modules():
-        if config is not None and has_fewer_bits(config, f"{name}.{part}", module):
+    """Hold those weights of a decoder's layer in fewer bits that the config says. name: such as "model.layers.0".
+
+    Then call `settle_weights` of the modules that have it: whether weights may lie together depends on their formats.
+    """
+    for path, module in layer.named_modules():
+        if config is not None and has_fewer_bits(config, f"{name}.{path}", module):
             module.quant_method = METHODS[type(config)](config, module)
+    for part in cast(Iterable[Any], layer.modules()):
+        if hasattr(part, "settle_weights"):
+            part.settle_weights()
 
 
 def log_widening(config: QuantizationConfig | None, device: torch.device, dtype: torch.dtype) -> None:

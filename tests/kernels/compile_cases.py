@@ -99,7 +99,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "full_attention_interval": 2,
         **LINEAR,
-        "shared_expert_intermediate_size": 512,
+        "shared_expert_intermediate_size": 768,
     },
     "GLM-4.5": {
         "architectures": ["Glm4MoeForCausalLM"],

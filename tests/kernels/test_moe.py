@@ -6,6 +6,7 @@ from torch import Tensor
 
 from nanoinfer.ops.activations.spec import gated_sum
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
+from nanoinfer.ops.routing import spec as routing_spec
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid
 
 triton = pytest.importorskip("triton")
@@ -69,6 +70,31 @@ def test_route_by_sigmoid_equals_its_specification(
         expected_ids, expected = route_by_sigmoid(*arguments)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_columns", [12, 13, 16])
+@pytest.mark.parametrize("num_choices", [3, 4])
+def test_an_expert_for_all_tokens_is_appended_to_those_that_are_chosen(num_choices: int, num_columns: int) -> None:
+    """Its weight is 1 where the terms have no column for it, and else the sigmoid of that."""
+    terms, mask = randn(2, 6, num_columns), torch.arange(6) != 2
+    terms[0, 1, -1] = NAN  # of the last column alone
+    bias = randn(12, seed=1)
+    for row_mask in (None, mask):
+        for name, arguments in {
+            "route": (terms, num_choices, True, row_mask, None, 12),
+            "route_by_sigmoid": (terms, bias, num_choices, False, 2.5, row_mask, 12),
+        }.items():
+            ids, weights = getattr(routing_kernels, name)(*arguments)
+            expected_ids, expected = getattr(routing_spec, name)(*arguments)
+            assert torch.equal(ids, expected_ids)
+            torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert ids.shape == (6, num_choices + 1)
+    assert (ids[mask, -1] == 12).all()
+    assert (ids[2] == 13).all()
+    gates = torch.ones(6) if num_columns == 12 else terms.sum(0)[:, 12].sigmoid()
+    torch.testing.assert_close(weights[mask, -1], gates[mask], equal_nan=True)
+    ids, chosen = route_by_sigmoid(terms[..., :12], bias, num_choices, False, 2.5, mask)
+    torch.testing.assert_close(weights[mask, :-1], chosen[mask], equal_nan=True)
 
 
 def test_route_adds_up_the_terms_of_the_logits() -> None:

@@ -38,6 +38,8 @@ def _route_kernel(
     num_choices: tl.constexpr,
     SIGMOID: tl.constexpr,  # scores are sigmoids, whose order alone the bias changes; else a softmax with the bias
     NORMALISED: tl.constexpr,
+    SHARED: tl.constexpr,  # whether an expert for all tokens, num_experts, is appended to the choices
+    GATED: tl.constexpr,  # whether the terms have a column for it, whose sigmoid is its weight; else that is 1
     EXPERTS: tl.constexpr,  # num_experts, padded
     CHOICES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -53,9 +55,12 @@ def _route_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     logits = tl.where(is_expert, 0.0, float("-inf"))
+    gate = 0.0
     for term in tl.static_range(num_terms):
-        term_ptrs = terms_ptr + term * term_stride + row.to(tl.int64) * row_stride + expert
-        logits += tl.load(term_ptrs, mask=is_expert, other=0.0).to(tl.float32)
+        row_ptr = terms_ptr + term * term_stride + row.to(tl.int64) * row_stride
+        logits += tl.load(row_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
+        if GATED:
+            gate += tl.load(row_ptr + num_experts).to(tl.float32)
     # One NaN makes all probabilities NaN. They still have to be ordered, and experts that do not exist come last.
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
@@ -77,12 +82,16 @@ def _route_kernel(
         weights /= tl.sum(weights, axis=0) + EPS
     if SIGMOID:
         weights *= scaling_factor
+    if SHARED:
+        ids = tl.where(choice == num_choices, num_experts, ids)
+        weights = tl.where(choice == num_choices, 1.0 / (1.0 + tl.exp(-gate)) if GATED else 1.0, weights)
     if row_mask_ptr is not None:
         has_token = tl.load(row_mask_ptr + row)
-        ids = tl.where(has_token, ids, num_experts)
+        ids = tl.where(has_token, ids, num_experts + SHARED)
         weights = tl.where(has_token, weights, 0.0)
-    tl.store(expert_ids_ptr + row * num_choices + choice, ids, mask=choice < num_choices)
-    tl.store(weights_ptr + row * num_choices + choice, weights, mask=choice < num_choices)
+    width: tl.constexpr = num_choices + SHARED
+    tl.store(expert_ids_ptr + row * width + choice, ids, mask=choice < width)
+    tl.store(weights_ptr + row * width + choice, weights, mask=choice < width)
 
 
 @triton.jit
@@ -203,20 +212,25 @@ class TilePlan(NamedTuple):
         return self.pairs, self.tile_experts, self.num_tiles
 
 
-def route(terms, num_experts_per_tok, norm_topk_prob, row_mask=None, bias=None):
-    return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask)
+def route(terms, num_experts_per_tok, norm_topk_prob, row_mask=None, bias=None, shared_expert=None):
+    return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, shared_expert)
 
 
-def route_by_sigmoid(terms, bias, num_experts_per_tok, norm_topk_prob, scaling_factor, row_mask=None):
-    return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, scaling_factor)
+def route_by_sigmoid(
+    terms, bias, num_experts_per_tok, norm_topk_prob, scaling_factor, row_mask=None, shared_expert=None
+):
+    return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, shared_expert, scaling_factor)
 
 
-def _route(terms, bias, num_choices, is_normalised, row_mask, scaling_factor=None):
+def _route(terms, bias, num_choices, is_normalised, row_mask, shared_expert, scaling_factor=None):
     """Launch the kernel. scaling_factor: of weights that are sigmoids; None where they come of a softmax."""
-    num_terms, num_rows, num_experts = terms.shape
+    num_terms, num_rows, num_columns = terms.shape
+    has_shared = shared_expert is not None
+    num_experts = shared_expert if has_shared else num_columns
+    width = num_choices + has_shared
     assert terms.stride(2) == 1, f"the rows of terms must be contiguous, strides {terms.stride()}"
-    expert_ids = terms.new_empty((num_rows, num_choices), dtype=torch.int32)
-    weights = terms.new_empty((num_rows, num_choices), dtype=torch.float32)
+    expert_ids = terms.new_empty((num_rows, width), dtype=torch.int32)
+    weights = terms.new_empty((num_rows, width), dtype=torch.float32)
     if num_rows > 0:
         _route_kernel[(num_rows,)](
             terms,
@@ -232,8 +246,10 @@ def _route(terms, bias, num_choices, is_normalised, row_mask, scaling_factor=Non
             num_choices=num_choices,
             SIGMOID=scaling_factor is not None,
             NORMALISED=is_normalised,
+            SHARED=has_shared,
+            GATED=num_columns > num_experts,
             EXPERTS=next_power_of_2(num_experts),
-            CHOICES=next_power_of_2(num_choices),
+            CHOICES=next_power_of_2(width),
             num_warps=1,
             **overlap_options(terms.device),
         )
