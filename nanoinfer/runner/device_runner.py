@@ -18,6 +18,7 @@ from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.interfaces import row_sizes
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
@@ -246,11 +247,14 @@ class DeviceRunner:
         if self.setup.uses_graphs() and self.model.generates and self.model.captures_decode:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
-            runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+            graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+            if self.limits.max_row_tokens > 1:
+                graphs.capture_smallest(row_sizes(self.limits.max_row_tokens))
+            runner.state.decode_graphs = graphs
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait
                 with_adapters = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, late=True)
-                runner.state.graphs_by_use = runner.state.decode_graphs, with_adapters
+                runner.state.graphs_by_use = graphs, with_adapters
 
     def _drop_model_runner(self) -> None:
         runner, self._model_runner = self._model_runner, None

@@ -1,7 +1,7 @@
 """The engine's Proposer: drafts for each row, if the controller finds that they pay.
 
-A step that waits finds out where a text begins to repeat at once, and one that overlaps a step later. So after
-proposals have paid, steps wait on for a while, even those without any: as long as what was saved lately makes up for it.
+A step that waits finds out at once where a text begins to repeat, and one that overlaps a step later. So after
+proposals have paid, steps wait on for a while, even those without any, as long as what was saved lately pays for it.
 
 Where many rows run, only a few are watched until their texts promise a gain: to index the prompts of all would take
 time. Watched rows are drafted for while plain steps overlap, and their drafts are judged by the tokens that come. So
