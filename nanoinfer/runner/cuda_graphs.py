@@ -2,13 +2,11 @@
 
 A graph goes from the tables to the logits. It is captured for each of a few batch sizes; a batch runs in the smallest
 that holds it, padded. Steps whose rows share prefixes run other kernels, and so do steps of several tokens a row. They
-have graphs of their own, which are captured when they are first needed. Where rows have several tokens, a larger graph
-that is there already serves until its padding has taken as long as a capture.
+have graphs of their own, which are captured when they are first needed, or later (`stand_ins.py`).
 """
 
 import logging
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,14 +15,12 @@ from torch import Tensor
 
 from nanoinfer.device import capturing
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
+from nanoinfer.runner.stand_ins import GraphKey, StandIns
 from nanoinfer.runner.step_tables import PADDING_ROW
 
 logger = logging.getLogger("nanoinfer")
 
-CAPTURE_LINES = 2048  # of padding; to compute them takes a model of 8B about as long as to capture a graph
-
 Forward = Callable[[DecodeBatch], None]
-GraphKey = tuple[int, int, bool]  # batch size, tokens of a row, whether rows share prefixes
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -106,7 +102,7 @@ class DecodeGraphs:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
-        self._num_padding_lines = Counter[GraphKey]()  # computed for want of each graph
+        self._stand_ins = StandIns()
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
@@ -119,33 +115,13 @@ class DecodeGraphs:
         if num_tokens > 1:
             sizes = self._several_tokens_sizes
         key = sizes[bisect_left(sizes, num_rows)], num_tokens, shares_prefixes  # of the smallest that holds the batch
+        key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
-            key = (self._stand_in(key) if num_tokens > 1 else None) or self._capture_late(key)
+            which = f"{key[0]} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
+            logger.info("capturing the CUDA graph of decode steps of up to %s", which)
+            self._graphs[key] = self._capture(*key)
         self._inputs.fill(batch, self._padding, key[0])
         self._graphs[key].replay()
-
-    def capture_smallest(self, row_tokens: list[int]) -> None:
-        """Capture the smallest batch size with each of these numbers of tokens a row; compiles what they all need."""
-        for num_tokens in row_tokens:
-            self._capture_late((self._several_tokens_sizes[0], num_tokens, False))
-
-    def _stand_in(self, key: GraphKey) -> GraphKey | None:
-        """Return the next larger graph in the place of one that is not captured yet; None if capturing it pays."""
-        size, num_tokens, shares_prefixes = key
-        of_kind = (one for one in self._graphs if one[0] > size and one[1:] == (num_tokens, shares_prefixes))
-        larger = min(of_kind, default=None)
-        if larger is not None:
-            self._num_padding_lines[key] += (larger[0] - size) * num_tokens
-            if self._num_padding_lines[key] > CAPTURE_LINES:
-                return None
-        return larger
-
-    def _capture_late(self, key: GraphKey) -> GraphKey:
-        size, num_tokens, shares_prefixes = key
-        which = f"{size} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
-        logger.info("capturing the CUDA graph of decode steps of up to %s", which)
-        self._graphs[key] = self._capture(*key)
-        return key
 
     def _capture(
         self, size: int, num_tokens: int, shares_prefixes: bool, is_warm: bool = False

@@ -22,6 +22,7 @@ from nanoinfer.engine.interfaces import row_sizes
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
+from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.lora.adapter_slots import RankAdapters
 from nanoinfer.lora.adapter_weights import AdapterMatrices
 from nanoinfer.models.images import ImageContent
@@ -31,6 +32,7 @@ from nanoinfer.runner.device_state import StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
 from nanoinfer.runner.step_images import HeldImages
+from nanoinfer.runner.step_tables import PADDING_ROW
 
 
 class DeviceRunner:
@@ -248,8 +250,9 @@ class DeviceRunner:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
             graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
-            if self.limits.max_row_tokens > 1:
-                graphs.capture_smallest(row_sizes(self.limits.max_row_tokens))
+            for num_tokens in row_sizes(self.limits.max_row_tokens):  # compiles what larger batches need, too
+                row = torch.full((1,), PADDING_ROW, dtype=torch.int32, device=self.device)
+                graphs.replay(DecodeBatch(row, None, num_tokens, torch.ones_like(row)))
             runner.state.decode_graphs = graphs
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait

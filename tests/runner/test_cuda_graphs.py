@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer import device
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
-from nanoinfer.runner import cuda_graphs
+from nanoinfer.runner import cuda_graphs, stand_ins
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 
 
@@ -125,7 +125,7 @@ def test_steps_of_several_tokens_a_row_have_a_graph_for_each_number_of_them(monk
 def test_a_larger_graph_serves_until_its_padding_has_taken_as_long_as_a_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "CAPTURE_LINES", 15)
+    monkeypatch.setattr(stand_ins, "CAPTURE_LINES", 15)
     forward = Forward(monkeypatch)
     graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"), is_warm=True)
     graphs.replay(DecodeBatch(int32(7, 5, 9), None, 3, int32(2, 1, 3)))
@@ -133,17 +133,6 @@ def test_a_larger_graph_serves_until_its_padding_has_taken_as_long_as_a_capture(
         graphs.replay(DecodeBatch(int32(row), None, 3, int32(2)))
     assert [len(rows) for rows, _ in forward.replays] == [4, 4, 1, 1, 1], "three rows of padding have 9 lines a step"
     assert forward.replays[1] == [[0, -1, -1, -1], [2, 1, 1, 1]]
-
-
-def test_the_smallest_batch_has_a_graph_for_each_number_of_tokens_when_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forward = Forward(monkeypatch)
-    graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"), is_warm=True)
-    graphs.capture_smallest([2, 3])
-    assert [len(rows) for rows, *_ in forward.calls[3:]] == [1] * 4
-    graphs.replay(DecodeBatch(int32(7), None, 3, int32(2)))
-    assert len(forward.calls) == 7
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])
