@@ -4,11 +4,13 @@ Random weights repeat nothing of their own. So the texts are made up, and the to
 theirs before it finds out which proposals are right. All work of a step is done as if the model had drawn them. One
 engine answers in turns with its proposer and without.
 
-The last job is a benchmark of random texts whose last requests are long rewriting. They run on when all others have
-ended, so the last quarter of its tokens is timed by itself.
+Objects of JSON follow a form only with proposals. Without, the same tokens are plain text: forms are to be faster than
+that. The last job is a benchmark of random texts whose last requests are long rewriting. They run on when all others
+have ended, so the last quarter of its tokens is timed by itself.
 """
 
 import argparse
+import json
 import random
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,22 +22,30 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.bench.report import describe_machine, find_device, print_row
-from nanoinfer.bench.workloads import model_of
+from nanoinfer.bench.workloads import JSON, model_of
+from nanoinfer.device import import_error
 from nanoinfer.engine.interfaces import Listener
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 
 COPIED, NEW = 24, 6  # tokens of a span of a rewritten text, on average
-SIZES = {"cuda": (500, 512), "cpu": (100, 96)}  # tokens of a prompt, and of an answer
-ROWS = {"cuda": (1, 16, 256), "cpu": (1, 4)}
-TAILS = {"cuda": (256, 8, 2048), "cpu": (8, 2, 192)}  # requests of the last job, how many rewrite, and their tokens
+SIZES = {"cuda": (500, 384), "cpu": (100, 96)}  # tokens of a prompt, and of an answer
+# How many requests of each text run at once.
+ROWS: dict[str, dict[str, tuple[int, ...]]] = {
+    "cuda": {"rewriting": (1, 16, 256), "every fifth token new": (1,), "random": (1, 16, 256), "JSON": (1, 64)},
+    "cpu": {"rewriting": (1, 4), "every fifth token new": (1, 4), "random": (1, 4), "JSON": (1, 4)},
+}
+TAILS = {"cuda": (128, 8, 1536), "cpu": (8, 2, 192)}  # requests of the last job, how many rewrite, and their tokens
+WARM_UP = 6  # the first requests of a job are so many times shorter
 NUM_RUNS = 3
+JOB_SECONDS = 5.0  # after which a job begins no further run
 
 
 class Request(NamedTuple):
     prompt: list[int]
     answer: list[int]
+    form: StructuredOutputsParams | None = None  # that the answer follows
 
 
 class Run(NamedTuple):
@@ -80,7 +90,7 @@ def at_random(rng: random.Random, _prompt: list[int], vocab_size: int) -> Iterat
         yield rng.randrange(vocab_size)
 
 
-Draw = Callable[[random.Random, int], list[Request]]  # of a size of the vocabulary; what it draws is new each time
+Draw = Callable[..., list[Request]]  # `draw_job` for one line of the table; what it draws is new each time
 TEXTS: dict[str, Text] = {"rewriting": rewritten, "every fifth token new": with_every_fifth_new, "random": at_random}
 
 
@@ -90,6 +100,29 @@ def draw_requests(
     """Return requests of one kind of text. lens: tokens of a prompt, and of an answer."""
     prompts = [[rng.randrange(vocab_size) for _ in range(lens[0])] for _ in range(num_requests)]
     return [Request(prompt, [*islice(text(rng, prompt, vocab_size), lens[1])]) for prompt in prompts]
+
+
+def draw_objects(rng: random.Random, llm: LLM, vocab_size: int, num_requests: int, prompt_len: int) -> list[Request]:
+    """Return requests for JSON of many fields, as a model writes it."""
+    form = StructuredOutputsParams(**JSON)
+    requests = []
+    for _ in range(num_requests):
+        answer = llm.tokenizer.encode(json.dumps(draw_object(rng)), add_special_tokens=False)
+        requests.append(Request([rng.randrange(vocab_size) for _ in range(prompt_len)], answer, form))
+    return requests
+
+
+def draw_object(rng: random.Random) -> dict[str, Any]:
+    """Return an object that the schema of `JSON` allows."""
+    values: dict[str, Any] = {}
+    for name, kind in JSON["json"]["properties"].items():
+        if "enum" in kind:
+            values[name] = rng.choice(kind["enum"])
+        elif kind["type"] == "integer":
+            values[name] = rng.randrange(10_000)
+        else:
+            values[name] = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, kind["maxLength"])))
+    return values
 
 
 def draw_tail(rng: random.Random, vocab_size: int, tail: tuple[int, int, int], lens: tuple[int, int]) -> list[Request]:
@@ -102,6 +135,19 @@ def draw_tail(rng: random.Random, vocab_size: int, tail: tuple[int, int, int], l
     return requests + draw_requests(rng, vocab_size, rewritten, num_rewriting, (lens[0], answer_len))
 
 
+def draw_job(
+    name: str, num_requests: int, device: str, rng: random.Random, llm: LLM, vocab_size: int, shorter: int = 1
+) -> list[Request]:
+    """Return the requests of a line of the table. shorter: how many times shorter than usual they are."""
+    (prompt_len, answer_len), (_, num_rewriting, tail_len) = SIZES[device], TAILS[device]
+    lens = prompt_len // shorter, answer_len // shorter
+    if name == "JSON":
+        return draw_objects(rng, llm, vocab_size, num_requests, lens[0])
+    if name in TEXTS:
+        return draw_requests(rng, vocab_size, TEXTS[name], num_requests, lens)
+    return draw_tail(rng, vocab_size, (num_requests, num_rewriting, tail_len // shorter), lens)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Time every kind of text with and without proposals, print a table, and return all figures."""
     device = find_device()
@@ -109,43 +155,48 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = {"method": args.method, "num_speculative_tokens": args.num_speculative_tokens}
     figures = []
     with model_of(args, device) as model:
-        options: dict[str, Any] = {**model.options, "device": device, "max_num_seqs": max(ROWS[device])}
-        options |= {"max_model_len": max(2 * sum(lens), lens[0] + tail[2]), "enable_prefix_caching": False}
-        options["num_kvcache_blocks"] = 16 if device == "cpu" else None
-        jobs: list[tuple[str, int, Draw]] = [
-            (name, num_rows, partial(draw_requests, text=text, num_requests=num_rows, lens=lens))
-            for name, text in TEXTS.items()
-            for num_rows in ROWS[device]
-        ]
-        jobs.append(("random, the last ones rewriting", tail[0], partial(draw_tail, tail=tail, lens=lens)))
+        jobs = [(name, num_rows) for name, its_rows in ROWS[device].items() for num_rows in its_rows]
+        jobs.append(("random, the last ones rewriting", tail[0]))
+        most = max(num_requests for _, num_requests in jobs)
+        options: dict[str, Any] = {**model.options, "device": device, "max_num_seqs": most}
+        options |= {"max_model_len": lens[0] + max(1024, 2 * lens[1], tail[2]), "enable_prefix_caching": False}
+        options["num_kvcache_blocks"] = 64 if device == "cpu" else None
+        vocab_size = model.config.vocab_size
         with LLM(str(model.folder), speculative_config=config, **options) as llm:
             forced = ForcedTexts(llm)
-            print(f"{llm!r}: output tokens a second, median of {NUM_RUNS} runs")
+            print(f"{llm!r}: output tokens a second, median of up to {NUM_RUNS} runs")
             columns = "text", "requests", "without proposals", "with them", "ratio", "ratio of the last quarter"
             print_row(*columns, "tokens a row and step", "accepted")
             print_row(*["---"] * 8)
-            for name, num_requests, draw in jobs:
+            for name, num_requests in jobs:
+                if name == "JSON" and import_error("llguidance") is not None:
+                    print_row(name, num_requests, *["needs llguidance"] * 6)
+                    continue
                 rng = random.Random(f"{args.seed} {name} {num_requests}")  # no text is that of an earlier job
-                timed = compare(llm, forced, partial(draw, rng, model.config.vocab_size))
-                figures.append({"text": name, "num_requests": num_requests, **timed})
+                draw = partial(draw_job, name, num_requests, device, rng, llm, vocab_size)
+                figures.append({"text": name, "num_requests": num_requests, **compare(llm, forced, draw)})
                 print_figures(figures[-1])
     return {"model": str(model), "config": config, "texts": figures, **describe_machine(device)}
 
 
-def compare(llm: LLM, forced: "ForcedTexts", draw: Callable[[], list[Request]]) -> dict[str, Any]:
-    """Answer requests in turns with and without proposals; return seconds of decode steps, and counts.
+def compare(llm: LLM, forced: "ForcedTexts", draw: Draw) -> dict[str, Any]:
+    """Answer requests in turns with and without proposals; return the speeds of decode steps, and counts.
 
     draw: returns requests, which are new in each run: "suffix" would know the answers of old ones.
     """
     engine: Any = llm.engine
     proposer, runs = engine.proposer, {True: list[Run](), False: list[Run]()}
-    before, num_tokens = llm.get_metrics(), 0
-    for _ in range(1 + NUM_RUNS):  # the first ones compile, capture graphs, and measure steps
-        requests = draw()
+    started, num_tokens, before = perf_counter(), 0, llm.get_metrics()
+    for count in range(1 + NUM_RUNS):
+        requests = draw(shorter=1 if count else WARM_UP)  # the first ones compile, capture graphs, and measure steps
+        if count == 1:
+            started, num_tokens, before = perf_counter(), 0, llm.get_metrics()
         num_tokens += sum(len(request.answer) for request in requests)
         for has_proposals in (False, True):
             engine.proposer = proposer if has_proposals else None
-            runs[has_proposals].append(forced.answer(requests))
+            runs[has_proposals].append(forced.answer(requests, follows_forms=has_proposals))
+        if count and perf_counter() - started > JOB_SECONDS:
+            break
     engine.proposer = proposer
     after = llm.get_metrics()
     num_drafted = after.num_draft_tokens - before.num_draft_tokens
@@ -185,11 +236,17 @@ class ForcedTexts(Listener):
         draws = self._sampler._draws
         self._draw, draws.from_logits = draws.from_logits, self._from_logits
 
-    def answer(self, requests: list[Request]) -> Run:
+    def answer(self, requests: list[Request], follows_forms: bool) -> Run:
         """Answer requests so, and return the speeds from their first decode step on."""
         self._by_request = {}
-        for prompt, answer in requests:
-            params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True, detokenize=False)
+        for prompt, answer, form in requests:
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=len(answer),
+                ignore_eos=True,
+                detokenize=False,
+                structured_outputs=form if follows_forms else None,
+            )
             self._by_request[self._llm.add_request(prompt, params)] = prompt + answer
         self._engine.scheduler.listener = self
         outputs, num_steps = [], self._llm.get_metrics().num_decode_steps
@@ -204,7 +261,7 @@ class ForcedTexts(Listener):
             assert whole == self._by_request[output.request_id], "a row has said something else"
         first, last = marks[0], marks[-1]
         num_early = 0.75 * (last.num_tokens - first.num_tokens)
-        late = next(mark for mark in marks if mark.num_tokens - first.num_tokens >= num_early)
+        late = [mark for mark in marks if mark.num_tokens - first.num_tokens <= num_early][-1]
         return Run(_speed(first, last), _speed(late, last))
 
     def _mark(self) -> Mark:

@@ -111,7 +111,9 @@ def _text_jobs(
 REGEX = {"regex": "[a-zA-Z0-9 ,.]*"}
 FIELDS: list[dict[str, Any]] = [{"type": "integer"}, {"type": "string", "maxLength": 12}, {"enum": ["low", "high"]}]
 PROPERTIES = {f"field_{index}": FIELDS[index % 3] for index in range(30)}
-JSON = {"json": {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False}}
+JSON: dict[str, Any] = {
+    "json": {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False}
+}
 # Jobs of text by device; those of a group are compared.
 TEXT_JOBS = {
     "cuda": [

@@ -12,7 +12,7 @@ step of its own had drawn each. So whatever ends a sequence, or is told of token
 """
 
 import collections.abc as abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import compress
 from typing import Protocol
 
@@ -46,16 +46,18 @@ class Proposer(Protocol):
 
 def add_proposals(
     batch: ScheduledBatch,
-    proposed: Mapping[Sequence, abc.Sequence[int]],
+    seqs: list[Sequence],
+    proposals: abc.Sequence[abc.Sequence[int]],
     max_row_tokens: int,
     manager: BlockManager,
     max_prefix_sharers: int,
 ) -> None:
     """Have the rows of a decode step compute what is proposed for them, as far as there is room for it.
 
-    The step has been scheduled with one token a row. max_row_tokens: the most that the runner takes.
-    max_prefix_sharers: the most rows of one token that read a shared prefix at once.
+    The step has been scheduled with one token a row. proposals: of each of seqs, all that decode. max_row_tokens: the
+    most that the runner takes. max_prefix_sharers: the most rows of one token that read a shared prefix at once.
     """
+    proposed = dict(zip(seqs, proposals, strict=True))
     batch.proposals = [_take(batch, seq, proposed[seq][: max_row_tokens - 1], manager) for seq in batch.decode]
     longest = 1 + max(map(len, batch.proposals), default=0)
     if longest > 1:
@@ -89,20 +91,22 @@ def drawn_one_by_one(
     if num_tokens == 1:
         yield batch, token_ids, [seq.status is SequenceStatus.RUNNING for seq in batch.sampled]
         return
-    sampled = [seq for seq in batch.sampled for _ in range(num_tokens)]
     for row, seq in enumerate(batch.decode):
         num_counted = num_tokens - token_ids[row * num_tokens : (row + 1) * num_tokens].count(NOT_COUNTED)
         seq.num_computed_tokens = len(seq.token_ids) - 1 + num_counted
         seq.num_pending_tokens = 0
     num_accepted = []
     for token in range(num_tokens):
-        wanted = [
-            index % num_tokens == token and token_id != NOT_COUNTED and seq.status is SequenceStatus.RUNNING
-            for index, (seq, token_id) in enumerate(zip(sampled, token_ids, strict=True))
+        ids = token_ids[token::num_tokens]
+        are_wanted = [
+            token_id != NOT_COUNTED and seq.status is SequenceStatus.RUNNING
+            for seq, token_id in zip(batch.sampled, ids, strict=True)
         ]
-        seqs = [*compress(sampled, wanted)]
+        wanted = [False] * len(token_ids)
+        wanted[token::num_tokens] = are_wanted
+        seqs = [*compress(batch.sampled, are_wanted)]
         for seq in seqs:
             seq.num_pending_tokens = 1
         num_accepted.append(len(seqs))
-        yield ScheduledBatch(decode=seqs, sampled=seqs), [*compress(token_ids, wanted)], wanted
+        yield ScheduledBatch(decode=seqs, sampled=seqs), [*compress(ids, are_wanted)], wanted
     stats.count_drafts([*map(len, batch.proposals)], num_accepted[1:])

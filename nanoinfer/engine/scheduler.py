@@ -355,15 +355,15 @@ class Scheduler:
             decode.remove(last)
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
-        proposed = proposer and dict(zip(decode, proposer.propose(decode), strict=False))
+        proposals = proposer.propose(decode) if proposer is not None else []
         manager.extend(batch, needy)
         for seq in decode:
             seq.num_computed_tokens += 1
             seq.num_pending_tokens += 1
         batch.decode, batch.prefix_sharers = self.sharer_finder.arrange(decode)
-        self._has_proposals = bool(proposed)
-        if proposed:
-            add_proposals(batch, proposed, self.max_row_tokens, manager, self.sharer_finder.max_prefix_sharers)
+        self._has_proposals = bool(proposals)
+        if proposals:
+            add_proposals(batch, decode, proposals, self.max_row_tokens, manager, self.sharer_finder.max_prefix_sharers)
         return batch
 
     def _preempt(self, seqs: list[Sequence]) -> Sequence:

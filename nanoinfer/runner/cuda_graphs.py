@@ -2,7 +2,7 @@
 
 A graph goes from the tables to the logits. It is captured for each of a few batch sizes; a batch runs in the smallest
 that holds it, padded. Steps whose rows share prefixes run other kernels, and so do steps of several tokens a row. They
-have graphs of their own, which are captured when they are first needed.
+have graphs of their own, which are captured when they are first needed, or later (`stand_ins.py`).
 """
 
 import logging
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanoinfer.device import capturing
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
+from nanoinfer.runner.stand_ins import GraphKey, StandIns
 from nanoinfer.runner.step_tables import PADDING_ROW
 
 logger = logging.getLogger("nanoinfer")
@@ -98,9 +99,10 @@ class DecodeGraphs:
         self._forward = forward
         self._padding = GraphInputs.padding(max(sizes), device)
         self._inputs = GraphInputs.padding(max(sizes), device)
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # by the arguments of `_capture`
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
+        self._stand_ins = StandIns()
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
@@ -112,13 +114,13 @@ class DecodeGraphs:
         sizes = self._sharing_sizes if shares_prefixes else self._sizes
         if num_tokens > 1:
             sizes = self._several_tokens_sizes
-        size = sizes[bisect_left(sizes, num_rows)]  # the smallest that holds the batch
-        key = size, num_tokens, shares_prefixes
+        key = sizes[bisect_left(sizes, num_rows)], num_tokens, shares_prefixes  # of the smallest that holds the batch
+        key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
-            which = f"{size} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
+            which = f"{key[0]} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
             logger.info("capturing the CUDA graph of decode steps of up to %s", which)
             self._graphs[key] = self._capture(*key)
-        self._inputs.fill(batch, self._padding, size)
+        self._inputs.fill(batch, self._padding, key[0])
         self._graphs[key].replay()
 
     def _capture(

@@ -18,9 +18,11 @@ from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.engine.interfaces import row_sizes
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
+from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.lora.adapter_slots import RankAdapters
 from nanoinfer.lora.adapter_weights import AdapterMatrices
 from nanoinfer.models.images import ImageContent
@@ -30,6 +32,7 @@ from nanoinfer.runner.device_state import StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
 from nanoinfer.runner.step_images import HeldImages
+from nanoinfer.runner.step_tables import PADDING_ROW
 
 
 class DeviceRunner:
@@ -255,11 +258,15 @@ class DeviceRunner:
         if self.setup.uses_graphs() and self.model.generates and self.model.captures_decode:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
-            runner.state.decode_graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+            graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+            for num_tokens in row_sizes(self.limits.max_row_tokens):  # compiles what larger batches need, too
+                row = torch.full((1,), PADDING_ROW, dtype=torch.int32, device=self.device)
+                graphs.replay(DecodeBatch(row, None, num_tokens, torch.ones_like(row)))
+            runner.state.decode_graphs = graphs
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait
                 with_adapters = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, late=True)
-                runner.state.graphs_by_use = runner.state.decode_graphs, with_adapters
+                runner.state.graphs_by_use = graphs, with_adapters
 
     def _drop_model_runner(self) -> None:
         runner, self._model_runner = self._model_runner, None

@@ -15,6 +15,7 @@ NUM_NEEDED = 2  # before that, captures of graphs and compilations would be beli
 MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
 GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
 GUESSED_ROWS = 1024  # of so many tokens more, a step is guessed to take twice as long
+FEW_ROWS = (1, 2, 4, 8, 16)
 NUM_TRUSTED = 4.0  # proposals that a row is believed by; the rest is what all rows say
 
 
@@ -61,8 +62,14 @@ class Controller:
             self._ratios.setdefault(key, deque(maxlen=NUM_KEPT)).append(seconds / plain)
 
     def plain_seconds(self, num_rows: int) -> float | None:
-        """Return what a plain step of so many rows takes; None before that is known."""
-        return _median(self._plain.get(_size(num_rows), ()))
+        """Return what a plain step of so many rows takes; None before that is known.
+
+        Few rows take nearly as long as twice as many, because a step reads all weights. So what these take is believed
+        at the end of a job, when rows become fewer.
+        """
+        size = _size(num_rows)
+        sizes = [size, *(more for more in FEW_ROWS if more > size)]
+        return next((seconds for one in sizes if (seconds := _median(self._plain.get(one, ()))) is not None), None)
 
     def cost(self, num_rows: int, num_proposals: int) -> float:
         """Return what a step with so many proposals a row takes, relative to a plain one."""
@@ -72,17 +79,18 @@ class Controller:
         for fewer in reversed([one for one in (0, *self.choices) if one < num_proposals]):
             if (known := _median(self._ratios.get((size, fewer), ()))) is not None:
                 return known + more * (num_proposals - fewer)
-        return GUESSED_WAIT + more * num_proposals
+        guess, twice_as_many = GUESSED_WAIT + more * num_proposals, self._ratios.get((2 * size, num_proposals), ())
+        return guess if (known := _median(twice_as_many)) is None else min(known, guess)
 
-    def choose(self, num_rows: int, expected: list[float]) -> int:
-        """Return how many tokens to propose for each row; 0 if a plain step is better.
+    def choose(self, num_rows: int, expected: list[float], has_waited: bool = False) -> int:
+        """Return how many tokens to propose for each row; 0 if a step without proposals is better.
 
         expected: how many rows are expected to have a right proposal in the first place, in the second, and so on; as
-        long as the longest draft.
+        long as the longest draft. has_waited: whether the step has waited already, so it would not be a plain one.
         """
-        best, best_speed = 0, MIN_GAIN
-        if num_rows == 0 or self.plain_seconds(num_rows) is None:
+        if not expected or num_rows == 0 or self.plain_seconds(num_rows) is None:
             return 0
+        best, best_speed = 0, 1 / self.cost(num_rows, 0) if has_waited else MIN_GAIN
         for choice in self.choices:
             speed = (1 + sum(expected[:choice]) / num_rows) / self.cost(num_rows, choice)
             if speed > best_speed:

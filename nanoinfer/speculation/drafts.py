@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from nanoinfer.speculation.text_index import END, TextIndex, num_equal
+from nanoinfer.speculation.text_index import END, TextIndex, count_equal
 from nanoinfer.speculative_config import SpeculativeOptions
 
 MIN_MATCH = 3  # of "suffix": fewer equal tokens say little, and are found everywhere
@@ -80,17 +80,33 @@ class TextDrafts:
         self._num_matched = 0  # tokens before the places that are equal
         self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
         self._has_missed = False  # whether the newest token was not that of the source
-        self._left_at = self._num_since = 0  # where in the source the copy ended; tokens that came since
+        self._left_at = self._ended_at = 0  # where the copy ended: in the source, and in the text
 
     def follow(self) -> None:
         """Take in the tokens that were appended to the text."""
         tokens = self._index.tokens
-        for position in range(self._num_followed, len(tokens)):
-            self._num_since += 1
-            if self._places:
-                self._move(position)
-        self._num_followed = len(tokens)
-        self._index.extend()
+        position, end = self._num_followed, len(tokens)
+        self._num_followed = end
+        while self._places and position < end:
+            if len(self._places) == 1:
+                position = self._move_along(position, end)
+                if position == end:
+                    return
+            self._move(position)
+            position += 1
+
+    def _move_along(self, position: int, end: int) -> int:
+        """Follow the only place by the tokens of the text from `position` to `end`; return the first that differs."""
+        source, tokens, first = self._source, self._index.tokens, position
+        [place] = self._places
+        end = min(end, position + len(source) - place)
+        while position < end and source[place] == tokens[position]:
+            place, position = place + 1, position + 1
+        if num_equal := position - first:
+            self._places, self._has_missed = [place], False
+            self._num_matched += num_equal
+            self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
+        return position
 
     def draft(self, most: int) -> list[int]:
         """Return at most so many tokens that may come next."""
@@ -120,7 +136,7 @@ class TextDrafts:
         place, missed_before = places[0], self._has_missed
         self._has_missed = False
         if not missed_before and self._num_matched > 1:
-            self._left_at, self._num_since = place, 0
+            self._left_at, self._ended_at = place, position
         if place + 1 < end and source[place + 1] == token_id:  # the source has one token more
             self._places = [place + 2]
         elif not missed_before and self._num_matched > 1:  # as if this token took the place of one of the source
@@ -133,7 +149,7 @@ class TextDrafts:
     def _resume(self) -> None:
         """Point to the newest token a little after the place where the copy ended, if it is there."""
         source, tokens = self._source, self._index.tokens
-        if self._num_trusted and self._num_since <= MAX_REPLACED:
+        if self._num_trusted and len(tokens) - 1 - self._ended_at <= MAX_REPLACED:
             end = min(self._left_at + MAX_REPLACED, len(source) - (source is tokens))
             with suppress(ValueError):
                 self._places = [source.index(tokens[-1], self._left_at, end) + 1]
@@ -141,6 +157,7 @@ class TextDrafts:
 
     def _look_up(self, most: int) -> None:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
+        self._index.extend()
         best = 0.0
         halves = self._answers.halves if self._is_suffix else []
         for index in (self._index, *halves):
@@ -148,7 +165,7 @@ class TextDrafts:
             places = [*islice(index.places(text), MAX_PLACES)]
             if not places:
                 continue
-            matched = [num_equal(text, other, place, self._max_match) for place in places]
+            matched = [count_equal(text, other, place, self._max_match) for place in places]
             if not self._is_suffix:
                 best_match = max(matched)
                 self._point(other, [places[matched.index(best_match)]], best_match)
@@ -167,6 +184,9 @@ class TextDrafts:
         """Return what most of these places in a text go on with, as long as it is likely."""
         token_ids: list[int] = []
         probability, score = 1.0, 0.0
+        if len(places) == 1:
+            token_ids = self._read(source, places[0], most, token_ids)
+            return Draft(token_ids, float(len(token_ids)))
         if len(places) > 1 and len({source[place : place + most].tobytes() for place in places}) == 1:
             places = places[:1]
         while len(places) > 1 and len(token_ids) < most:

@@ -1,5 +1,8 @@
 """The engine's Proposer: drafts for each row, if the controller finds that they pay.
 
+A step that waits finds out at once where a text begins to repeat, and one that overlaps a step later. So after
+proposals have paid, steps wait on for a while, even those without any, as long as what was saved lately pays for it.
+
 Where many rows run, only a few are watched until their texts promise a gain: to index the prompts of all would take
 time. Watched rows are drafted for while plain steps overlap, and their drafts are judged by the tokens that come. So
 text that repeats nothing costs next to nothing, and its steps overlap as without a proposer.
@@ -11,6 +14,7 @@ import logging
 import math
 import time
 from array import array
+from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interfaces import RunnerLimits
@@ -25,7 +29,20 @@ logger = logging.getLogger("nanoinfer")
 
 MAX_WATCHED = 8  # rows, while proposals do not pay
 SLOW_DECAY = 0.998  # of what all rows together say about drafts
+MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
+
+
+class StepStart(NamedTuple):
+    """Says what was known when a step began.
+
+    num_proposed: of each row; None if the step overlaps with the one before it. num_tokens: that had been generated.
+    """
+
+    time: float  # perf_counter
+    num_rows: int
+    num_proposed: int | None
+    num_tokens: int
 
 
 class DraftedRow:
@@ -96,8 +113,9 @@ class Speculator:
         self._rows: dict[Sequence, DraftedRow] = {}
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
-        self._pays = False  # whether the next step is expected to pay, or the last one was
-        self._last: tuple[float, int, int | None, int] | None = None  # the step before: see `_note_time`
+        self._pays = False  # whether the next step is to wait, because proposals pay or have paid lately
+        self._num_saved = 0.0  # plain steps: see MAX_SAVED
+        self._last: StepStart | None = None
 
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
@@ -109,22 +127,28 @@ class Speculator:
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
         """Return the ids of the tokens that each sequence may go on with; an empty list if none has any."""
         in_flight, self._is_asked = self._is_asked, False
+        overlaps = in_flight and self._overlaps
+        self._note_step(len(seqs), overlaps)
         self._notice_ends(seqs)
         num_proposed = 0
         proposed: list[list[int]] = []
         if not in_flight:
             pays = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
             rows = [self._row_of(seq) for seq in seqs] if pays else []
-            num_proposed = self._choose(len(seqs), rows)
-            self._pays = num_proposed > 0
+            expected = self._expected(len(seqs), rows)
+            num_proposed = self._controller.choose(len(seqs), expected, has_waited=True)
+            is_known = self._controller.plain_seconds(len(seqs)) is not None
+            self._pays = is_known and (self._num_saved > 0 or self._controller.choose(len(seqs), expected) > 0)
             if num_proposed:
                 proposed = [[] if row is None else row.draft[:num_proposed] for row in rows]
-        self._note_time(len(seqs), None if in_flight and self._overlaps else num_proposed)
+        now, num_tokens = time.perf_counter(), self._stats.num_generated_tokens
+        self._last = StepStart(now, len(seqs), None if overlaps else num_proposed, num_tokens)
         return proposed
 
     def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
-        """Return what `_choose` does, from the few rows that are watched and stand for all."""
-        return self._choose(len(seqs), [self._row_of(seq) for seq in seqs[:MAX_WATCHED]], num_unknown)
+        """Return how many tokens to propose for each, as far as the few rows say that are watched and stand for all."""
+        rows = [self._row_of(seq) for seq in seqs[:MAX_WATCHED]]
+        return self._controller.choose(len(seqs), self._expected(len(seqs), rows, num_unknown))
 
     def _row_of(self, seq: Sequence) -> DraftedRow | None:
         """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals."""
@@ -137,8 +161,8 @@ class Speculator:
         row.follow(self.max_num_tokens, self._of_all, self._of_forms)
         return row
 
-    def _choose(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> int:
-        """Return how many tokens to propose for each of so many sequences; 0 for a plain step.
+    def _expected(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> list[float]:
+        """Return how many of so many sequences are expected to have a right proposal first, second, and so on.
 
         rows: of all of them, or of some. num_unknown: tokens that come before the next step, so drafts have to be right
         about them, too.
@@ -154,7 +178,7 @@ class Speculator:
             for place, chance in enumerate(chances):
                 right *= chance
                 expected[place] += right
-        return self._controller.choose(num_seqs, expected) if expected else 0
+        return expected
 
     def _notice_ends(self, seqs: list[Sequence]) -> None:
         """Forget sequences that have finished; "suffix" remembers their answers."""
@@ -167,26 +191,24 @@ class Speculator:
                     self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
         self._seqs = [*seqs]
 
-    def _note_time(self, num_rows: int, num_proposed: int | None) -> None:
+    def _note_step(self, num_rows: int, overlaps: bool) -> None:
         """Measure the step before this one, if both are of one kind, so that nothing else took the time between them.
 
-        num_proposed: of each row of this step; None if it overlaps with the one in flight.
+        overlaps: whether this step overlaps with the one before it.
         """
-        now, num_tokens = time.perf_counter(), self._stats.num_generated_tokens
-        last, self._last = self._last, (now, num_rows, num_proposed, num_tokens)
-        if last is None or last[1] != num_rows or num_rows == 0:
+        last = self._last
+        if last is None or last.num_rows != num_rows or num_rows == 0:
             return
-        started, _, num_before, num_tokens_before = last
-        seconds = now - started
-        if (num_before is None and num_proposed is None) or (num_before == 0 and not self._overlaps):
+        seconds, num_before = time.perf_counter() - last.time, last.num_proposed
+        if (num_before is None and overlaps) or (num_before == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
-        elif num_before is not None and num_proposed is not None:
+        elif num_before is not None and not overlaps:
             self._controller.note(num_rows, num_before, seconds)
-            plain = self._controller.plain_seconds(num_rows)
-            if num_before > 0 and plain is not None:
-                num_steps = (num_tokens - num_tokens_before) / num_rows  # plain ones, for the same tokens
-                cost = self._controller.cost(num_rows, num_before)
-                self._stats.draft_seconds_saved += (num_steps - cost) * plain
+            if (plain := self._controller.plain_seconds(num_rows)) is not None:
+                num_steps = (self._stats.num_generated_tokens - last.num_tokens) / num_rows  # plain ones, for as many
+                num_saved = num_steps - self._controller.cost(num_rows, num_before)
+                self._num_saved = min(max(0.0, self._num_saved + num_saved), MAX_SAVED)
+                self._stats.draft_seconds_saved += num_saved * plain
 
 
 def make_speculator(config: EngineConfig, limits: RunnerLimits, stats: EngineMetrics) -> Speculator | None:

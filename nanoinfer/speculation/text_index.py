@@ -42,7 +42,7 @@ class TextIndex:
             place = self._before[place - self.size]
 
 
-def num_equal(text: "array[int]", other: "array[int]", place: int, most: int) -> int:
+def count_equal(text: "array[int]", other: "array[int]", place: int, most: int) -> int:
     """Return how many tokens at the end of `text` are equal to those before `place` in `other`, counting to `most`."""
     most = min(most, len(text), place)
     end = len(text)
@@ -54,5 +54,9 @@ def num_equal(text: "array[int]", other: "array[int]", place: int, most: int) ->
 
 def num_right(draft: Sequence[int], came: Sequence[int]) -> int:
     """Return how many tokens of a draft are those that came, before the first that is not."""
-    pairs = zip(draft, came, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(draft), len(came)))
+    count = 0
+    for one, other in zip(draft, came, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

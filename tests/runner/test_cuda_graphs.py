@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer import device
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
-from nanoinfer.runner import cuda_graphs
+from nanoinfer.runner import cuda_graphs, stand_ins
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 
 
@@ -107,19 +107,32 @@ def test_steps_of_several_tokens_a_row_have_a_graph_for_each_number_of_them(monk
     """Padding rows have one token. Fewer batch sizes have graphs than of one token: none of three rows here."""
     forward = Forward(monkeypatch)
     graphs = DecodeGraphs(forward, [1, 2, 3, 4], [4], torch.device("cpu"), is_warm=True)
-    graphs.replay(DecodeBatch(int32(7, 5, 9), None, 2, int32(2, 1, 2)))
     graphs.replay(DecodeBatch(int32(3), None, 2, int32(2)))
+    graphs.replay(DecodeBatch(int32(7, 5, 9), None, 2, int32(2, 1, 2)))
     graphs.replay(DecodeBatch(int32(8, 7, 6), None, 2, int32(1, 1, 2)))
     graphs.replay(DecodeBatch(int32(7, 5, 9), SharedPrefixes(int32(2, 2, 0), int32(2, 0, 0)), 4, int32(4, 4, 3)))
     graphs.replay(DecodeBatch(int32(7, 5, 9), None))
-    assert [len(rows) for rows, *_ in forward.calls[4:]] == [4, 4, 1, 1, 4, 4], "each warms up, then is captured"
+    assert [len(rows) for rows, *_ in forward.calls[4:]] == [1, 1, 4, 4, 4, 4], "each warms up, then is captured"
     assert forward.replays == [
-        [[7, 5, 9, -1], [2, 1, 2, 1]],
         [[3], [2]],
+        [[7, 5, 9, -1], [2, 1, 2, 1]],
         [[8, 7, 6, -1], [1, 1, 2, 1]],
         [[7, 5, 9, -1], [2, 2, 0, 0], [2, 0, 0, 0], [4, 4, 3, 1]],
         [[7, 5, 9]],
     ]
+
+
+def test_a_larger_graph_serves_until_its_padding_has_taken_as_long_as_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stand_ins, "CAPTURE_LINES", 15)
+    forward = Forward(monkeypatch)
+    graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"), is_warm=True)
+    graphs.replay(DecodeBatch(int32(7, 5, 9), None, 3, int32(2, 1, 3)))
+    for row in range(4):
+        graphs.replay(DecodeBatch(int32(row), None, 3, int32(2)))
+    assert [len(rows) for rows, _ in forward.replays] == [4, 4, 1, 1, 1], "three rows of padding have 9 lines a step"
+    assert forward.replays[1] == [[0, -1, -1, -1], [2, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])

@@ -102,7 +102,12 @@ def test_random_mixes_answer_as_without_proposals(
     params = [replace(rng.choice(kinds), seed=rng.randrange(100)) for _ in prompts]
     expected = plain(model).generate(prompts, params, use_tqdm=False)
 
-    monkeypatch.setattr(Controller, "choose", lambda controller, *_: rng.choice((0, *controller.choices)))
+
+    def choose(controller: Controller, _num_rows: int, expected: list[float], has_waited: bool = False) -> int:
+        return rng.choice((0, *controller.choices)) if expected else 0
+
+    monkeypatch.setattr(Controller, "choose", choose)
+    monkeypatch.setattr(Controller, "plain_seconds", lambda *_: 1e-3)
     monkeypatch.setattr(Speculator, "propose", checked(Speculator.propose, expected, rng))
     options = {"device": "cpu", "dtype": "float32", "max_model_len": MAX_MODEL_LEN, **draw_options(rng)}
     with LLM("tiny" if model == "tiny" else folders(model), **options) as llm:

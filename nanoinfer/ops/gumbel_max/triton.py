@@ -18,6 +18,7 @@ from nanoinfer.ops.gumbel_max import spec
 
 GROUP_SIZE = tl.constexpr(spec.GROUP_SIZE)  # ids
 NOT_COUNTED = tl.constexpr(token_ids.NOT_COUNTED)
+MIN_LINES = 16  # of a row in the kernels about lines: they are compiled once for all smaller numbers
 TILE_GROUPS = 128  # groups for each program, which is one warp: no barriers
 
 
@@ -135,7 +136,7 @@ def _best_id_kernel(
         tl.store(out_ptr + line, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _line_tables_kernel(
     rows_ptr,
     num_row_tokens_ptr,
@@ -159,7 +160,7 @@ def _line_tables_kernel(
     tl.store(positions_ptr + line, tl.load(context_lens_ptr + row) + token, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _enter_counted_kernel(
     ids_ptr,
     proposals_ptr,
@@ -217,7 +218,8 @@ def line_tables(rows, num_row_tokens, num_tokens, temperatures, seeds, context_l
     tables = spec.LineTables(*(rows.new_empty(num_rows * num_tokens, dtype=dtype) for dtype in dtypes))
     if num_rows:
         inputs = (rows, num_row_tokens, temperatures, seeds, context_lens)
-        _line_tables_kernel[(num_rows,)](*inputs, *tables, num_tokens, TOKENS=next_power_of_2(num_tokens), num_warps=1)
+        tokens = max(MIN_LINES, next_power_of_2(num_tokens))
+        _line_tables_kernel[(num_rows,)](*inputs, *tables, num_tokens, TOKENS=tokens, num_warps=1)
     return tables
 
 
@@ -227,7 +229,8 @@ def enter_counted(ids, proposals, num_row_tokens, rows, token_ids, context_lens,
     if num_rows:
         inputs = (ids, proposals, num_row_tokens, rows, token_ids, context_lens, num_counted, out)
         sizes = (num_tokens, token_ids.stride(0))
-        _enter_counted_kernel[(num_rows,)](*inputs, *sizes, TOKENS=next_power_of_2(num_tokens), num_warps=1)
+        tokens = max(MIN_LINES, next_power_of_2(num_tokens))
+        _enter_counted_kernel[(num_rows,)](*inputs, *sizes, TOKENS=tokens, num_warps=1)
     return out
 
 
