@@ -190,10 +190,8 @@ class Gemma4Router(Router):
         self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
-        expert_ids, weights = route(self.terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask)
-        # A row without a token has an expert that does not exist, and weights of 0.
-        scales = self.per_expert_scale[expert_ids.clamp(max=len(self.per_expert_scale) - 1)]
-        return Routing(expert_ids, weights * scales.float())
+        count, normalises, scales = self.num_experts_per_tok, self.norm_topk_prob, self.per_expert_scale
+        return Routing(*route(self.terms(hidden), count, normalises, row_mask, expert_scales=scales))
 
 
 def whole_linear(input_size: int, name: str, output_size: int) -> ColumnParallelLinear:
