@@ -215,7 +215,7 @@ def rounded(rows: Tensor, row_format: RowFormat | None) -> Activations:
 
 
 class BranchRows(NamedTuple):
-    """Holds the stream as the three parts behind attention read it, normalised by a weight of each."""
+    """Holds the stream as the three parts behind attention read it, each normalised by its own weight."""
 
     of_mlp: Activations
     of_router: Tensor
