@@ -22,7 +22,7 @@ from nanoinfer.ops.latent_attention.triton import (
     tile_tokens,
 )
 
-# The most numbers that a step expands of tokens of earlier steps: the largest step, which is measured at load, has none.
+# The most numbers that a step expands of tokens of earlier steps. The step that is measured at load has none.
 MAX_EXPANDED = 2**24
 
 
