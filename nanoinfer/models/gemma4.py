@@ -32,7 +32,7 @@ from nanoinfer.models.decoder_spec import DecoderSetup, DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.gemma import Gemma3Embedding
 from nanoinfer.models.layer_stack import Layer, RunLayer
-from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul, gelu_tanh_times
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.kv_cache.spec import qkv_norm_rope_store
@@ -292,7 +292,7 @@ class Gemma4Layer(DecoderLayer):
         """Add the layer's input, gated by the stream."""
         stream.normalise(self.sum)
         gate = self.per_layer_input_gate(stream.residual)
-        gated = cast(Tensor, gelu_tanh_and_mul(torch.cat((gate, stream.layer_inputs[:, self.index]), dim=-1)))
+        gated = gelu_tanh_times(gate, stream.layer_inputs[:, self.index])
         stream.add(self.per_layer_projection(gated), self.post_per_layer_input_norm)
 
 
