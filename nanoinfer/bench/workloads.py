@@ -264,6 +264,9 @@ GEMMA4: dict[str, Any] = {
 }
 GEMMA4_MOE = GEMMA4 | {"num_global_key_value_heads": 2, "enable_moe_block": True}
 GEMMA4_MOE |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+GEMMA4_E: dict[str, Any] = {"head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0}
+GEMMA4_E2B = GEMMA4_E | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+GEMMA4_E2B |= {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7}
 GPT_OSS: dict[str, Any] = {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}
 # What the config.json of a size says; those without another name are Qwen3's.
 SIZES = {
@@ -285,6 +288,10 @@ SIZES = {
     "qwen3.5-35B-A3B": _config("Qwen3_5MoeForCausalLM", 248320, 2048, None, 40, 16, 2, 32768),
     "qwen3-next-80B-A3B": _config("Qwen3NextForCausalLM", 151936, 2048, 5120, 48, 16, 2, 32768),
     "gemma3-12B": _config("Gemma3ForCausalLM", 262208, 3840, 15360, 48, 16, 8, 131072, **GEMMA3),
+    "gemma4-E2B": _config("Gemma4ForCausalLM", 262144, 1536, 6144, 35, 8, 1, 131072, **GEMMA4_E2B),
+    "gemma4-E4B": _config(
+        "Gemma4ForCausalLM", 262144, 2560, 10240, 42, 8, 2, 131072, **GEMMA4_E, num_kv_shared_layers=18
+    ),
     "gemma4-12B": _config("Gemma4UnifiedForCausalLM", 262144, 3840, 15360, 48, 16, 8, 262144, **GEMMA4),
     "gemma4-26B-A4B": _config("Gemma4ForCausalLM", 262144, 2816, 2112, 30, 16, 8, 262144, **GEMMA4_MOE),
     "gpt-oss-20b": _config("GptOssForCausalLM", 201088, 2880, 2880, 24, 64, 8, None, **GPT_OSS),

@@ -109,8 +109,10 @@ def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Ten
 
 
 def _is_plain_product(part: Any) -> TypeGuard[ShardedLinear]:
-    """Return whether a part is a linear layer in the dtype of the model, and not the weight of all experts."""
-    return isinstance(part, ShardedLinear) and part.quant_method.kind is ProductKind.PLAIN and part.weight.dim() == 2
+    """Return whether decode steps multiply by the whole weight of a part, in the dtype of the model: not by experts."""
+    if not isinstance(part, ShardedLinear) or part.weight.dim() != 2:
+        return False
+    return part.quant_method.kind is ProductKind.PLAIN and part.takes_adapters  # which kv_b_proj does not
 
 
 def suits_slices(decoder: Decoder, num_tokens: int) -> bool:

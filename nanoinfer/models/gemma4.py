@@ -32,7 +32,7 @@ from nanoinfer.models.decoder_spec import DecoderSetup, DecoderSpec
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.gemma import Gemma3Embedding
 from nanoinfer.models.layer_stack import Layer, RunLayer
-from nanoinfer.ops.activations.spec import gelu_tanh_and_mul
+from nanoinfer.ops.activations.spec import gelu_tanh_and_mul, gelu_tanh_times
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.fp8.spec import quantize_rows
 from nanoinfer.ops.kv_cache.spec import qkv_norm_rope_store
@@ -190,10 +190,8 @@ class Gemma4Router(Router):
         self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
 
     def forward(self, hidden: Tensor, row_mask: Tensor | None) -> Routing:
-        expert_ids, weights = route(self.terms(hidden), self.num_experts_per_tok, self.norm_topk_prob, row_mask)
-        # A row without a token has an expert that does not exist, and weights of 0.
-        scales = self.per_expert_scale[expert_ids.clamp(max=len(self.per_expert_scale) - 1)]
-        return Routing(expert_ids, weights * scales.float())
+        count, normalises, scales = self.num_experts_per_tok, self.norm_topk_prob, self.per_expert_scale
+        return Routing(*route(self.terms(hidden), count, normalises, row_mask, expert_scales=scales))
 
 
 def whole_linear(input_size: int, name: str, output_size: int) -> ColumnParallelLinear:
@@ -217,7 +215,7 @@ def rounded(rows: Tensor, row_format: RowFormat | None) -> Activations:
 
 
 class BranchRows(NamedTuple):
-    """Holds the stream as the three parts behind attention read it, normalised by a weight of each."""
+    """Holds the stream as the three parts behind attention read it, each normalised by its own weight."""
 
     of_mlp: Activations
     of_router: Tensor
@@ -294,7 +292,7 @@ class Gemma4Layer(DecoderLayer):
         """Add the layer's input, gated by the stream."""
         stream.normalise(self.sum)
         gate = self.per_layer_input_gate(stream.residual)
-        gated = cast(Tensor, gelu_tanh_and_mul(torch.cat((gate, stream.layer_inputs[:, self.index]), dim=-1)))
+        gated = gelu_tanh_times(gate, stream.layer_inputs[:, self.index])
         stream.add(self.per_layer_projection(gated), self.post_per_layer_input_norm)
 
 

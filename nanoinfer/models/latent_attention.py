@@ -154,9 +154,9 @@ class LatentAttention(nn.Module):
         return self.q_b_proj(rms_norm(rows, *norm))
 
     def compiled_ahead(self, num_rows: int) -> list[Callable[[], Tensor]]:
-        """Return functions whose kernels few steps run, so that no step waits until they are compiled.
+        """Return functions to run while the engine loads, so that no later step waits for their kernels to be compiled.
 
-        They compute queries of so many rows, and with one row attention from a chunk to the cache, on zeros.
+        They compute the queries of so many rows, and with one row attention from a chunk to the cache, of zeros.
         """
         functions: list[Callable[[], Tensor]] = []
         if self.sizes.query_rank is not None and self._has_few_rows(num_rows):

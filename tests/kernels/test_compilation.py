@@ -68,27 +68,34 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
 ) -> None:
     kernels = compiled(capability, config=MODELS[model], options=options)
     names = {kernel["kernel"] for kernel in kernels}
-    assert {"_paged_prefill_kernel", "_paged_decode_kernel", "_best_group_kernel"} <= names
-    is_gemma4 = model.startswith("Gemma 4")
-    assert ("_norm_rope_store_kernel" in names) == (not is_gemma4)
+    assert "_best_group_kernel" in names
+    is_gemma4, is_latent = model.startswith("Gemma 4"), model in ("GLM-4.7-Flash", "DeepSeek-V2-Lite")
+    assert ({"_paged_prefill_kernel", "_paged_decode_kernel"} <= names) == (not is_latent)
+    assert (
+        {"_latent_prefill_kernel", "_latent_decode_kernel", "_norm_rope_store_latents_kernel"} <= names
+    ) == is_latent
+    assert ({"_store_and_absorb_kernel", "_values_of_sums_kernel"} <= names) == (is_latent and capability >= 90)
+    assert ("_norm_rope_store_kernel" in names) == (not is_gemma4 and not is_latent)
     assert ({"_qkv_norm_rope_store_kernel", "_scaled_norm_kernel"} <= names) == is_gemma4
     # The others have heads of 256, or sinks.
     has_kernel = model in ("Qwen3", "Qwen3-MoE", "Cohere2", "GLM-4.5")
     serves_hopper = capability == 90 and has_kernel
     assert ("_hopper_prefill_kernel" in names) == serves_hopper
-    has_wide_experts = (
-        model in ("Qwen3-MoE", "Qwen3.5-MoE", "GLM-4.5", "Gemma 4") and options.get("quantization") != "fp8"
-    )
+    has_wide_experts = (model in ("Qwen3-MoE", "Qwen3.5-MoE", "GLM-4.5", "Gemma 4") or is_latent) and options.get(
+        "quantization"
+    ) != "fp8"
     assert ("_hopper_experts_kernel" in names) == (capability == 90 and has_wide_experts)
     has_adapters = "enable_lora" in options
     assert ({"_shrink_kernel", "_expand_kernel", "_gated_kernel"} <= names) == has_adapters
-    in_16_bits = has_adapters or not options
-    assert ("_few_rows_product_kernel" in names) == (capability >= 90 and model == "Qwen3" and in_16_bits)
+    if not options.get("quantization") and not model.endswith("-FP8"):
+        assert ("_few_rows_product_kernel" in names) == (capability >= 90)
+    elif model == "Qwen3":  # which has no products in 16 bits then
+        assert "_few_rows_product_kernel" not in names
     assert ({"_convolve_kernel", "_prepare_chunks_kernel", "_pass_states_kernel", "_gated_norm_kernel"} <= names) == (
         model in ("Qwen3.5", "Qwen3.5-MoE")
     )
     assert ("_cap_logits_kernel" in names) == (model in ("Gemma 2", "Gemma 4"))
-    has_experts = "MoE" in model or model in ("Gemma 4", "GLM-4.5", "gpt-oss")
+    has_experts = "MoE" in model or model in ("Gemma 4", "GLM-4.5", "gpt-oss") or is_latent
     assert ("_route_kernel" in names) == has_experts
     assert ("_gated_sum_kernel" in names) == (model == "Qwen3.5-MoE")
     in_8_bits = options.get("quantization") == "fp8" or model.endswith("-FP8")

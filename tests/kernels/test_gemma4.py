@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.ops.activations.spec import gelu_tanh_times
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.kv_cache import spec
 from nanoinfer.ops.norms.spec import add_rms_norms, add_scaled_rms_norm
@@ -13,6 +14,7 @@ from tests.attention_cases import FP8, INT8
 
 pytest.importorskip("triton")
 
+from nanoinfer.ops.activations import triton as activation_kernels
 from nanoinfer.ops.experts import triton as expert_kernels
 from nanoinfer.ops.kv_cache import triton as cache_kernels
 from nanoinfer.ops.norms import triton as norm_kernels
@@ -110,6 +112,15 @@ def test_three_norms_of_a_sum_equal_their_specification(dtype: torch.dtype, num_
     for ours, theirs in zip((*actual[0], actual[1]), (*expected[0], expected[1]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert norm_kernels.add_rms_norms(x[:, :0], residual[:0], *arguments[2:])[1].shape == (0, 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu_times_factors_equals_its_specification(dtype: torch.dtype) -> None:
+    """With the factors of one layer among those of others, as tokens have them."""
+    gate, factors = randn(5, 24, dtype=dtype), randn(5, 3, 24, seed=1, dtype=dtype)[:, 1]
+    found, expected = activation_kernels.gelu_tanh_times(gate, factors), gelu_tanh_times.__wrapped__(gate, factors)
+    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    assert activation_kernels.gelu_tanh_times(gate[:0], factors[:0]).shape == (0, 24)
 
 
 @loops_are_interpreted

@@ -31,10 +31,15 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def assert_equal_routing(
-    logits: Tensor, num_choices: int, norm: bool, mask: Tensor | None = None, bias: Tensor | None = None
+    logits: Tensor,
+    num_choices: int,
+    norm: bool,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    expert_scales: Tensor | None = None,
 ) -> None:
-    ids, weights = routing_kernels.route(logits[None], num_choices, norm, mask, bias)
-    expected_ids, expected = route(logits[None], num_choices, norm, mask, bias)
+    ids, weights = routing_kernels.route(logits[None], num_choices, norm, mask, bias, expert_scales=expert_scales)
+    expected_ids, expected = route(logits[None], num_choices, norm, mask, bias, expert_scales=expert_scales)
     assert ids.dtype == torch.int32
     assert torch.equal(ids, expected_ids)
     assert weights.dtype == torch.float32
@@ -51,6 +56,8 @@ def test_route_equals_its_specification(num_experts: int, num_choices: int, norm
     assert_equal_routing(logits.half(), num_choices, norm, torch.tensor([True, False, True, True, True, False]))
     assert_equal_routing(torch.cat([logits, logits], dim=1)[:, :num_experts], num_choices, norm)
     assert_equal_routing(logits, num_choices, norm, bias=randn(num_experts, seed=1))
+    mask, scales = torch.tensor([True, False, True, True, True, False]), randn(num_experts, seed=2)
+    assert_equal_routing(logits, num_choices, norm, mask, expert_scales=scales)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of NumPy, in the interpreter

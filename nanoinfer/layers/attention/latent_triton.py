@@ -22,7 +22,8 @@ from nanoinfer.ops.latent_attention.triton import (
     tile_tokens,
 )
 
-MAX_EXPANDED = 2**24  # numbers that are expanded of tokens of earlier steps; no step of that size is measured at load
+# The most numbers that a step expands of tokens of earlier steps. The step that is measured at load has none.
+MAX_EXPANDED = 2**24
 
 
 class LatentPrefillPlan(NamedTuple):

@@ -34,6 +34,15 @@ def gelu_and_mul(gate_up: Tensor, out_format: RowFormat | None = None) -> Activa
     return _gated(gate_up, F.gelu, out_format)
 
 
+@op
+def gelu_tanh_times(gate: Tensor, factors: Tensor) -> Tensor:
+    """Return gelu(gate) * factors, by the tanh approximation of GELU: (num_tokens, size), as both are.
+
+    Rows are contiguous, and those of the factors may lie among others.
+    """
+    return F.gelu(gate, approximate="tanh") * factors
+
+
 def _gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor], out_format: RowFormat | None) -> Activations:
     gate, up = gate_up.chunk(2, dim=-1)
     gated = activation(gate).mul_(up)

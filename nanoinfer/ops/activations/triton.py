@@ -87,6 +87,50 @@ def _launch(gate_up, out_format, is_gelu=False, is_exact=False):
 
 
 @triton.jit
+def _gelu_times_kernel(
+    gate_ptr,
+    factors_ptr,
+    out_ptr,
+    gate_row_stride,
+    factors_row_stride,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,  # size, rounded up to a power of two
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    mask = column < size
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.load(gate_ptr + row * gate_row_stride + column, mask=mask)
+    factors = tl.load(factors_ptr + row * factors_row_stride + column, mask=mask)
+    out = gated(gate, factors, gate.dtype, True).to(gate.dtype)
+    tl.store(out_ptr + row * size + column, out, mask=mask)
+
+
+def gelu_tanh_times(gate, factors):
+    num_tokens, size = gate.shape
+    for name, tensor in (("gate", gate), ("factors", factors)):
+        assert tensor.stride(1) == 1, f"the rows of {name} must be contiguous, strides {tensor.stride()}"
+    out = gate.new_empty(num_tokens, size)
+    padded_size = next_power_of_2(size)
+    if num_tokens > 0:
+        _gelu_times_kernel[(num_tokens,)](
+            gate,
+            factors,
+            out,
+            gate.stride(0),
+            factors.stride(0),
+            size=size,
+            SIZE=padded_size,
+            num_warps=num_warps(padded_size),
+            **overlap_options(gate.device),
+        )
+    return out
+
+
+@triton.jit
 def _gated_sum_kernel(
     terms_ptr,
     hidden_ptr,

@@ -525,8 +525,9 @@ class DecodeShape(NamedTuple):
     programs: int  # of a multiprocessor
 
 
-# By queries of a tile, up to so many: where a program may have 200 KiB of shared memory, and where it has less.
-DECODE_SHAPES = {16: DecodeShape(32, 3, 4, 2), 32: DecodeShape(64, 3, 8, 1), 64: DecodeShape(32, 1, 8, 1)}
+# By queries of a tile, up to so many: where a program may have 200 KiB of shared memory, and where it has less. With
+# five stages the next tile is on its way while one is computed; with fewer, another program computes meanwhile.
+DECODE_SHAPES = {16: DecodeShape(32, 3, 4, 2), 32: DecodeShape(32, 5, 8, 1), 64: DecodeShape(32, 1, 8, 1)}
 SMALL_DECODE_SHAPES = {32: DecodeShape(16, 3, 4, 1)}
 
 

@@ -17,6 +17,7 @@ def route(
     row_mask: Tensor | None = None,
     bias: Tensor | None = None,
     shared_expert: int | None = None,
+    expert_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the likeliest experts of each token, in order; of equally likely ones, those of the lowest ids.
 
@@ -30,11 +31,18 @@ def route(
     shared_expert: the id of an expert that computes all tokens, if there is one: num_experts. It is appended to the
     experts of each token, with the sigmoid of its column of the terms as its weight, or 1 if the terms end before it;
     columns behind it are not read. A row without a token then gets the id behind it.
+    expert_scales: (num_experts,), by which the weights of each expert are multiplied at last; None: by 1. Then there is
+    no shared expert.
     A token whose logits have a NaN gets experts that exist, and NaN as their weights.
     """
     logits, shared = _logits(terms, shared_expert)
     scores = torch.softmax(logits if bias is None else logits + bias.float(), dim=-1)
-    return _choose(scores, scores, num_experts_per_tok, norm_topk_prob, 1.0, row_mask, shared)
+    expert_ids, weights = _choose(scores, scores, num_experts_per_tok, norm_topk_prob, 1.0, row_mask, shared)
+    if expert_scales is not None:
+        assert shared is None, "a shared expert has no scale"
+        # A row without a token has an expert that does not exist, and weights of 0.
+        weights = weights * expert_scales[expert_ids.clamp(max=len(expert_scales) - 1)].float()
+    return expert_ids, weights
 
 
 @op

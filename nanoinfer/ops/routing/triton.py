@@ -27,6 +27,7 @@ EPS = tl.constexpr(spec.EPS)
 def _route_kernel(
     terms_ptr,
     bias_ptr,  # None: there is none
+    expert_scales_ptr,  # None: weights are not multiplied by a scale of their expert
     row_mask_ptr,  # None: all rows have tokens
     expert_ids_ptr,
     weights_ptr,
@@ -51,6 +52,8 @@ def _route_kernel(
     bias = tl.zeros((EXPERTS,), tl.float32)
     if bias_ptr is not None:  # before the wait: no kernel writes it
         bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
+    if expert_scales_ptr is not None:
+        expert_scales = tl.load(expert_scales_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -73,13 +76,18 @@ def _route_kernel(
         left = tl.where(is_expert, tl.where(scores == scores, scores, 0.0), float("-inf"))
     ids = tl.zeros((CHOICES,), tl.int32)
     weights = tl.zeros((CHOICES,), tl.float32)
+    scales = weights
     for index in tl.static_range(num_choices):
         best = tl.argmax(left, axis=0)  # of equal ones the first
         ids = tl.where(choice == index, best, ids)
         weights = tl.where(choice == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
         left = tl.where(expert == best, float("-inf"), left)
+        if expert_scales_ptr is not None:
+            scales = tl.where(choice == index, tl.sum(tl.where(expert == best, expert_scales, 0.0), axis=0), scales)
     if NORMALISED:
         weights /= tl.sum(weights, axis=0) + EPS
+    if expert_scales_ptr is not None:
+        weights *= scales
     if SIGMOID:
         weights *= scaling_factor
     if SHARED:
@@ -212,8 +220,10 @@ class TilePlan(NamedTuple):
         return self.pairs, self.tile_experts, self.num_tiles
 
 
-def route(terms, num_experts_per_tok, norm_topk_prob, row_mask=None, bias=None, shared_expert=None):
-    return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, shared_expert)
+def route(terms, num_experts_per_tok, norm_topk_prob, row_mask=None, bias=None, shared_expert=None, expert_scales=None):
+    return _route(
+        terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, shared_expert, expert_scales=expert_scales
+    )
 
 
 def route_by_sigmoid(
@@ -222,7 +232,7 @@ def route_by_sigmoid(
     return _route(terms, bias, num_experts_per_tok, norm_topk_prob, row_mask, shared_expert, scaling_factor)
 
 
-def _route(terms, bias, num_choices, is_normalised, row_mask, shared_expert, scaling_factor=None):
+def _route(terms, bias, num_choices, is_normalised, row_mask, shared_expert, scaling_factor=None, expert_scales=None):
     """Launch the kernel. scaling_factor: of weights that are sigmoids; None where they come of a softmax."""
     num_terms, num_rows, num_columns = terms.shape
     has_shared = shared_expert is not None
@@ -235,6 +245,7 @@ def _route(terms, bias, num_choices, is_normalised, row_mask, shared_expert, sca
         _route_kernel[(num_rows,)](
             terms,
             bias,
+            expert_scales,
             row_mask,
             expert_ids,
             weights,
