@@ -57,7 +57,7 @@ class AdaptedProduct:
 
     @property
     def input_format(self) -> RowFormat | None:
-        """That of the layer; in a step with adapters the inputs are kept in the model's dtype too."""
+        """Return the layer's own; a step with adapters keeps the inputs in the model's dtype too."""
         wanted: RowFormat | None = self._base.input_format
         return wanted if wanted is None or self._step.rows is None else replace(wanted, keeps_wide=True)
 

@@ -80,7 +80,7 @@ class SlotMemory:
         self._spare_left: torch.cuda.Event | None = None  # what read the spare place before
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._staged = torch.empty(1, layout.num_values, dtype=dtype, pin_memory=True)
+            self._staged = torch.empty(1, layout.num_values, dtype=dtype, device="cpu", pin_memory=True)
             self._staged_matrices = layout.matrices(self._staged)
             self._stream = torch.cuda.Stream(device)
 

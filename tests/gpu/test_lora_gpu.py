@@ -10,6 +10,7 @@ import torch
 
 from nanoinfer import LLM, LoRARequest, SamplingParams
 from nanoinfer.device import capturing
+from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE
 from nanoinfer.ops.activations.spec import silu_and_mul
 from nanoinfer.ops.lora.spec import LoRARows, add_lora, gated_with_lora
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties
@@ -146,3 +147,20 @@ def test_adapters_that_change_places_while_others_run_have_their_own_tokens(adap
         wanted = llm.generate(prompts, params, use_tqdm=False, lora_request=given)
     num_equal = sum(assert_part_at_near_ties(one, other) for one, other in zip(wanted, mixed, strict=True))
     assert num_equal >= 20, f"{num_equal} of 24 answers agree"
+
+
+def test_graphs_of_small_prefill_steps_serve_whichever_adapters_the_tokens_have(adapters: list[Any]) -> None:
+    """The first steps of a size run without graphs, on as many rows, so later ones give the same tokens."""
+    base, *pairs = adapters
+    common: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "max_model_len": 128}
+    prompts, given = draw_prompts(3, (20, 31, 9, 40)), [None, *(one for one, _ in pairs)]
+    with LLM(base, enable_lora=True, max_loras=3, enable_prefix_caching=False, **common) as llm:
+        answers = []
+        for turn in range(2 * STEPS_BEFORE_CAPTURE):
+            first = turn % STEPS_BEFORE_CAPTURE
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=given[first:] + given[:first])
+            answers.append([output.token_ids for output in outputs])
+        state: Any = llm.engine.runner.model_runner.state  # type: ignore[union-attr]
+        assert state.adapters.prefill_graphs.small._graphs
+    assert answers[:STEPS_BEFORE_CAPTURE] == answers[STEPS_BEFORE_CAPTURE:]
+    assert answers[0] != answers[1] != answers[2]

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from nanoinfer import LLM, ConfigError, EngineStateError, LoRARequest, ModelError, RequestError, SamplingParams
 from nanoinfer.errors import EngineClosedError
 from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
+from nanoinfer.lora.adapter_weights import read_adapter
+from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
 from nanoinfer.models.execution import PrefillGraphs, small_prefill_graphs
 from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
 from tests.lora.adapters import merge, request, write_adapter
@@ -241,6 +244,52 @@ def test_padded_prefill_steps_give_the_tokens_of_whole_ones(
         outputs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[requests[index], requests[1]])
         check(outputs, [merged[index][0], merged[1][1]])
     assert graphs._num_steps == {64: 3}
+
+
+def test_an_adapter_that_a_thread_reads_is_read_once(
+    llm: LLM, trio: Trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = llm.engine
+    adapters, threads = engine.runner.adapters, list[str]()
+
+    def read(folder: Path, *others: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return read_adapter(folder, *others)
+
+    monkeypatch.setattr("nanoinfer.lora.adapter_slots.read_adapter", read)
+    folder, other = trio["all"][0], trio["some"][0]
+    adapters.begin_reading(folder)
+    assert len(adapters.read(folder)) == len(adapters.layers)
+    assert threads == ["nanoinfer adapter"]
+    adapters.begin_reading(folder)
+    assert len(adapters.read(other)) == 2
+    assert threads.count("MainThread") == 1
+    adapters.begin_reading(tmp_path)
+    with pytest.raises(ModelError, match="cannot be read"):
+        adapters.read(tmp_path)
+
+
+def test_a_slot_is_filled_beside_the_adapter_that_steps_may_still_read(llm: LLM, trio: Trio) -> None:
+    engine: Any = llm.engine
+    adapters = engine.runner.adapters
+    memory = SlotMemory(SlotLayout(adapters.layers, 8), 2, torch.float32, torch.device("cpu"))
+    name, first, second = "model.layers.1.mlp.gate_up_proj", *(adapters.read(trio[one][0]) for one in ("all", "some"))
+    memory.fill(0, first)
+    place, a = memory.place_of(0), memory.matrices[name].a
+    before = a[place].clone()
+    assert torch.equal(before[:4], first[name]["gate"].a)
+    for one in (second, first, second):
+        memory.fill(0, one)
+        assert {memory.place_of(0), memory.place_of(1)} < {0, 1, 2}
+        if one is second:  # of rank 1, and of the half alone that comes last
+            its = a[memory.place_of(0)]
+            assert torch.equal(its[8:9], second[name]["up"].a)
+            assert not its[:8].any()
+            assert not its[9:].any()
+    memory.fill(0, first)
+    place = memory.place_of(0)
+    memory.fill(0, second)
+    assert torch.equal(a[place], before), "as it was, until another one comes"
 
 
 def test_an_id_stands_for_one_folder_until_it_is_removed(llm: LLM, trio: Trio, requests: list[Any]) -> None:

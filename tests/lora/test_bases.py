@@ -108,7 +108,7 @@ def test_models_of_transformers_and_encoders_have_none(random_checkpoint: Callab
         },
     ],
 )
-def test_what_peft_saves_gives_the_tokens_that_peft_gives(
+def test_what_peft_saves_gives_the_tokens_that_peft_gives_merged_or_not(
     random_checkpoint: Callable[..., Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -133,3 +133,5 @@ def test_what_peft_saves_gives_the_tokens_that_peft_gives(
         entry[token].logprob for token, entry in zip(outputs[0].token_ids, outputs[0].outputs[0].logprobs, strict=True)
     ]
     torch.testing.assert_close(torch.tensor(ours), theirs, atol=1e-4, rtol=0)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    check(answers(tmp_path / "merged", prompts=PROMPTS[:1]), outputs)
