@@ -102,7 +102,6 @@ def test_random_mixes_answer_as_without_proposals(
     params = [replace(rng.choice(kinds), seed=rng.randrange(100)) for _ in prompts]
     expected = plain(model).generate(prompts, params, use_tqdm=False)
 
-
     def choose(controller: Controller, _num_rows: int, expected: list[float], has_waited: bool = False) -> int:
         return rng.choice((0, *controller.choices)) if expected else 0
 
