@@ -104,6 +104,8 @@ def add_parser(subparsers: Any) -> None:
     rewriting.add_argument("--method", choices=METHODS, default="suffix", help="of speculative_config (suffix)")
     tokens: dict[str, Any] = {"type": positive, "default": 8, "metavar": "N", "help": "the most for a row (8)"}
     rewriting.add_argument("--num-speculative-tokens", **tokens)
+    rewriting.add_argument("--only", metavar="WORD", help="only texts that have it in their names, such as JSON")
+    rewriting.add_argument("--requests", type=positive, nargs="+", metavar="N", help="only of so many at once")
     rewriting.add_argument("--seed", type=int, default=0, help="of the texts (0)")
     rewriting.set_defaults(quantization=None)
     which = adapters.add_mutually_exclusive_group()

@@ -28,6 +28,7 @@ from nanoinfer.bench.workloads import JSON, model_of
 from nanoinfer.device import import_error
 from nanoinfer.engine.interfaces import Listener
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
+from nanoinfer.errors import ConfigError
 
 COPIED, NEW = 24, 6  # tokens of a span of a rewritten text, on average
 SIZES = {"cuda": (500, 384), "cpu": (100, 96)}  # tokens of a prompt, and of an answer
@@ -148,6 +149,16 @@ def draw_job(
     return draw_tail(rng, vocab_size, (num_requests, num_rewriting, tail_len // shorter), lens)
 
 
+def jobs_of(device: str, only: str | None, requests: list[int] | None) -> list[tuple[str, int]]:
+    """Return the lines of the table: texts, and how many requests of them. Raises ConfigError where none is left."""
+    jobs = [(name, num_requests) for name, its in ROWS[device].items() for num_requests in its]
+    jobs.append(("random, the last ones rewriting", TAILS[device][0]))
+    wanted = [job for job in jobs if (only or "") in job[0] and (requests is None or job[1] in requests)]
+    if not wanted:
+        raise ConfigError(f"--only {only!r} and --requests {requests} leave none of {jobs}; leave one of them out")
+    return wanted
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Time every kind of text with and without proposals, print a table, and return all figures."""
     device = find_device()
@@ -155,8 +166,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = {"method": args.method, "num_speculative_tokens": args.num_speculative_tokens}
     figures = []
     with model_of(args, device) as model:
-        jobs = [(name, num_rows) for name, its_rows in ROWS[device].items() for num_rows in its_rows]
-        jobs.append(("random, the last ones rewriting", tail[0]))
+        jobs = jobs_of(device, args.only, args.requests)
         most = max(num_requests for _, num_requests in jobs)
         options: dict[str, Any] = {**model.options, "device": device, "max_num_seqs": most}
         options |= {"max_model_len": lens[0] + max(1024, 2 * lens[1], tail[2]), "enable_prefix_caching": False}

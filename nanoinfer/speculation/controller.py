@@ -16,28 +16,39 @@ MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
 GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
 GUESSED_ROWS = 1024  # of so many tokens more, a step is guessed to take twice as long
 FEW_ROWS = (1, 2, 4, 8, 16)
-NUM_TRUSTED = 4.0  # proposals that a row is believed by; the rest is what all rows say
+NUM_TRUSTED = 4.0  # proposals that an estimate begins with
+MOST_EQUAL = 16  # tokens that estimates tell apart
 
 
 class Acceptance:
     """Estimates the probability that a proposal is right if those before it are, by what happened lately.
 
-    decay: how much of what is known counts after one more proposal.
+    Where a text has just differed from what it copies, it often differs again, and a long copy goes on. So each number
+    of equal tokens before a proposal has an estimate of its own, up to `most_equal`. decay: how much of an estimate
+    counts after one more proposal.
     """
 
-    def __init__(self, prior: float = 0.5, decay: float = 0.95) -> None:
-        self._num_right, self._num_judged = prior * NUM_TRUSTED, NUM_TRUSTED
+    def __init__(self, prior: float = 0.5, most_equal: int = MOST_EQUAL, decay: float = 0.998) -> None:
+        self._num_right = [prior * NUM_TRUSTED] * (1 + most_equal)
+        self._num_judged = [NUM_TRUSTED] * (1 + most_equal)
         self._decay = decay
 
-    @property
-    def probability(self) -> float:
-        return self._num_right / self._num_judged
+    def judge(self, num_equal: int, num_right: int, num_judged: int) -> None:
+        """Note that so many proposals of a row were judged, one after the other, and so many were right.
 
-    def judge(self, num_right: int, num_judged: int, prior: float) -> None:
-        """Note that of a row's proposals so many were judged, one after the other, and so many were right."""
-        decay = self._decay**num_judged
-        self._num_right = decay * self._num_right + num_right + (1 - decay) * NUM_TRUSTED * prior
-        self._num_judged = decay * self._num_judged + num_judged + (1 - decay) * NUM_TRUSTED
+        num_equal: tokens before the first of them.
+        """
+        rights, totals, decay, last = self._num_right, self._num_judged, self._decay, len(self._num_right) - 1
+        for place in range(num_judged):
+            kind = min(num_equal + place, last)
+            rights[kind] = decay * rights[kind] + (place < num_right)
+            totals[kind] = decay * totals[kind] + 1.0
+
+    def probabilities(self, num_equal: int, count: int) -> list[float]:
+        """Return the probability of each of so many proposals. num_equal: tokens before the first of them."""
+        last = len(self._num_right) - 1
+        kinds = [min(num_equal + place, last) for place in range(count)]
+        return [self._num_right[kind] / self._num_judged[kind] for kind in kinds]
 
 
 class Controller:

@@ -77,7 +77,8 @@ class TextDrafts:
         self._num_followed = len(token_ids)
         # Where the text is being copied from: places in one text, the newest first, each at what would come next.
         self._source, self._places = NO_TEXT, list[int]()
-        self._num_matched = 0  # tokens before the places that are equal
+        self._num_matched = 0  # tokens before the places that are equal, but for those that differed
+        self.num_equal = 0  # since the last one that differed
         self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
         self._has_missed = False  # whether the newest token was not that of the source
         self._left_at = self._ended_at = 0  # where the copy ended: in the source, and in the text
@@ -105,6 +106,7 @@ class TextDrafts:
         if num_equal := position - first:
             self._places, self._has_missed = [place], False
             self._num_matched += num_equal
+            self.num_equal += num_equal
             self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
         return position
 
@@ -131,10 +133,12 @@ class TextDrafts:
         if goes_on := [place + 1 for place in places if place < end and source[place] == token_id]:
             self._places, self._has_missed = goes_on, False
             self._num_matched += 1
+            self.num_equal += 1
             self._num_trusted = min(self._num_trusted + 1, self._max_match)
             return
         place, missed_before = places[0], self._has_missed
         self._has_missed = False
+        self.num_equal = 0
         if not missed_before and self._num_matched > 1:
             self._left_at, self._ended_at = place, position
         if place + 1 < end and source[place + 1] == token_id:  # the source has one token more
@@ -153,7 +157,7 @@ class TextDrafts:
             end = min(self._left_at + MAX_REPLACED, len(source) - (source is tokens))
             with suppress(ValueError):
                 self._places = [source.index(tokens[-1], self._left_at, end) + 1]
-                self._num_matched, self._has_missed = 1, False
+                self._num_matched, self.num_equal, self._has_missed = 1, 1, False
 
     def _look_up(self, most: int) -> None:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
@@ -178,7 +182,7 @@ class TextDrafts:
 
     def _point(self, source: "array[int]", places: list[int], num_matched: int) -> None:
         self._source, self._places, self._has_missed = source, places, False
-        self._num_matched = self._num_trusted = num_matched
+        self._num_matched = self._num_trusted = self.num_equal = num_matched
 
     def _go_on(self, source: "array[int]", places: list[int], most: int) -> Draft:
         """Return what most of these places in a text go on with, as long as it is likely."""

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from array import array
+from collections import Counter
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
@@ -28,7 +29,6 @@ from nanoinfer.speculative_config import SpeculativeOptions
 logger = logging.getLogger("nanoinfer")
 
 MAX_WATCHED = 8  # rows, while proposals do not pay
-SLOW_DECAY = 0.998  # of what all rows together say about drafts
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 
@@ -46,53 +46,41 @@ class StepStart(NamedTuple):
 
 
 class DraftedRow:
-    """A sequence, what it may go on with, and how often that was right.
+    """A sequence, and what it may go on with.
 
     draft: as of the tokens that `drafts` has followed. num_forced: how many of its tokens, from the first one on, the
-    sequence's form leaves no choice about. They take the place of as many that the text would repeat.
+    sequence's form leaves no choice about. They take the place of as many that the text would repeat. num_equal: tokens
+    before the draft, as `TextDrafts` counts them.
     """
 
-    def __init__(self, seq: Sequence, drafts: TextDrafts, prior: float) -> None:
+    def __init__(self, seq: Sequence, drafts: TextDrafts) -> None:
         self.seq, self.drafts = seq, drafts
-        self.acceptance = Acceptance(prior)
         self.num_followed = 0
         self.draft: list[int] = []
-        self.num_forced = 0
+        self.num_forced = self.num_equal = 0
 
-    def follow(self, most: int, of_all: Acceptance, of_forms: Acceptance) -> None:
+    def follow(self, most: int, of_text: Acceptance, of_forms: Acceptance) -> None:
         """Judge the draft by the tokens that have come, and draft at most so many for what comes next."""
         tokens = self.seq.token_ids
         if self.num_followed == len(tokens):
             return
         if self.draft:
-            self._judge(tokens[self.num_followed : self.num_followed + len(self.draft)], of_all, of_forms)
+            self._judge(tokens[self.num_followed : self.num_followed + len(self.draft)], of_text, of_forms)
         self.drafts.follow()
         self.num_followed = len(tokens)
-        self.draft = self.drafts.draft(most)
+        self.draft, self.num_equal = self.drafts.draft(most), self.drafts.num_equal
         if self.seq.constraint is not None:
             forced = [*self.seq.constraint.forced()][:most]
             self.num_forced = len(forced)
             self.draft[: self.num_forced] = forced
 
-    def _judge(self, came: "array[int]", of_all: Acceptance, of_forms: Acceptance) -> None:
-        right = num_right(self.draft, came)
+    def _judge(self, came: "array[int]", of_text: Acceptance, of_forms: Acceptance) -> None:
+        right, num_forced = num_right(self.draft, came), self.num_forced
         judged = min(right + 1, len(came))
-        if num_forced := self.num_forced:
-            of_forms.judge(min(right, num_forced), min(judged, num_forced), of_forms.probability)
-            right, judged = right - num_forced, judged - num_forced
-        if judged > 0:
-            self.acceptance.judge(right, judged, of_all.probability)
-            of_all.judge(right, judged, of_all.probability)
-
-    def chances(self, of_forms: Acceptance, num_unknown: int) -> tuple[float, list[float]]:
-        """Return how likely the unknown tokens are those of the draft, and each one behind if those before it are.
-
-        num_unknown: tokens at the beginning of the draft that come before the step that is asked about.
-        """
-        of_text = self.acceptance.probability
-        num_free = len(self.draft) - self.num_forced
-        each = [of_forms.probability] * self.num_forced + [of_text] * (num_free + num_unknown if num_free else 0)
-        return math.prod(each[:num_unknown]), each[num_unknown:]
+        if num_forced:
+            of_forms.judge(0, min(right, num_forced), min(judged, num_forced))
+        if judged > num_forced:
+            of_text.judge(self.num_equal + num_forced, right - num_forced, judged - num_forced)
 
 
 class Speculator:
@@ -108,8 +96,7 @@ class Speculator:
         self._answers = EarlierAnswers(options.suffix_decoding_max_cached_requests)
         self._learns = options.method == "suffix"
         self._controller = Controller(max_num_tokens)
-        self._of_all = Acceptance(decay=SLOW_DECAY)  # of texts
-        self._of_forms = Acceptance(prior=FORM_PRIOR, decay=SLOW_DECAY)
+        self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
@@ -148,7 +135,8 @@ class Speculator:
     def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
         """Return how many tokens to propose for each, as far as the few rows say that are watched and stand for all."""
         rows = [self._row_of(seq) for seq in seqs[:MAX_WATCHED]]
-        return self._controller.choose(len(seqs), self._expected(len(seqs), rows, num_unknown))
+        expected = self._expected(len(seqs), rows, num_unknown)
+        return self._controller.choose(len(seqs), expected) if expected else 0
 
     def _row_of(self, seq: Sequence) -> DraftedRow | None:
         """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals."""
@@ -157,8 +145,8 @@ class Speculator:
         row = self._rows.get(seq)
         if row is None:
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
-            row = self._rows[seq] = DraftedRow(seq, drafts, self._of_all.probability)
-        row.follow(self.max_num_tokens, self._of_all, self._of_forms)
+            row = self._rows[seq] = DraftedRow(seq, drafts)
+        row.follow(self.max_num_tokens, self._of_text, self._of_forms)
         return row
 
     def _expected(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> list[float]:
@@ -169,13 +157,14 @@ class Speculator:
         """
         share = len(rows) / max(1, num_seqs)
         expected: list[float] = []
-        for row in rows:
-            if row is None or not row.draft:
-                continue
-            chance, chances = row.chances(self._of_forms, num_unknown)
-            right = chance / share
-            expected += [0.0] * (len(chances) - len(expected))
-            for place, chance in enumerate(chances):
+        drafts = Counter([(row.num_forced, row.num_equal, len(row.draft)) for row in rows if row and row.draft])
+        for (num_forced, num_equal, num_drafted), count in drafts.items():  # rows of a kind, of which there are few
+            each = self._of_forms.probabilities(0, num_forced) if num_forced else []
+            if num_free := num_drafted - num_forced:
+                each += self._of_text.probabilities(num_equal + num_forced, num_free + num_unknown)
+            right = math.prod(each[:num_unknown]) * count / share
+            expected += [0.0] * (len(each) - num_unknown - len(expected))
+            for place, chance in enumerate(each[num_unknown:]):
                 right *= chance
                 expected[place] += right
         return expected

@@ -72,17 +72,20 @@ def test_costs_of_other_sizes_say_nothing_and_a_slow_trial_is_the_last() -> None
     assert controller.choose(16, [16.0] * 8) > 0
 
 
-def test_acceptance_follows_a_row_and_returns_to_what_all_say() -> None:
-    row = Acceptance(prior=0.5)
-    for _ in range(20):
-        row.judge(8, 8, prior=0.5)
-    assert row.probability > 0.9
-    for _ in range(40):
-        row.judge(0, 1, prior=0.5)
-    assert row.probability < 0.3
-    for _ in range(40):
-        row.judge(1, 2, prior=0.5)
-    assert 0.4 < row.probability < 0.6
+def test_acceptance_knows_after_how_many_equal_tokens_texts_differ() -> None:
+    acceptance = Acceptance(prior=0.5, most_equal=8)
+    for _ in range(50):
+        acceptance.judge(0, 4, 5)
+        acceptance.judge(8, 8, 8)
+    chances = acceptance.probabilities(0, 12)
+    assert min(chances[:4]) > 0.9
+    assert chances[4] < 0.1
+    assert chances[5:8] == [0.5] * 3, "nobody knows"
+    assert min(chances[8:]) > 0.9
+    assert acceptance.probabilities(3, 2) == chances[3:5]
+    for _ in range(2000):
+        acceptance.judge(0, 0, 1)
+    assert acceptance.probabilities(0, 1)[0] < 0.1, "what happened lately counts"
 
 
 class FakeTime:
@@ -188,7 +191,7 @@ def test_what_a_form_forces_is_proposed_and_believed(num_rows: int, monkeypatch:
         texts.append(seq.prompt_token_ids + [next(numbers) + (place % 6 == 0) for place in range(120)])
         seq.constraint = cast(Any, Form(seq, texts[-1]))
     assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 50
-    assert spec._of_forms.probability > 0.95
+    assert spec._of_forms.probabilities(0, 1)[0] > 0.95
 
 
 def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
@@ -200,8 +203,8 @@ def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
     assert spec._rows[seq].draft == [60, 62, 52, 53]
     seq.token_ids.extend([60, 62, 7])
     spec.propose([seq])
-    assert spec._of_forms.probability > FORM_PRIOR
-    assert spec._of_all.probability < 0.5
+    assert spec._of_forms.probabilities(0, 1)[0] > FORM_PRIOR
+    assert spec._of_text.probabilities(5, 1)[0] < 0.5
 
 
 def test_rows_with_a_users_function_never_propose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def plain(folders: Callable[[str], Path]) -> Iterator[Callable[[str], LLM]]:
 def test_random_mixes_answer_as_without_proposals(
     seed: int, plain: Callable[[str], LLM], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = Random(seed)
+    rng = Random(100 + seed)
     model = (*MODELS, "tiny")[seed % 6]
     prompts: list[list[int]] = []
     for _ in range(NUM_REQUESTS):
