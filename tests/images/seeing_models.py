@@ -188,11 +188,16 @@ def rows_and_breaks(seed: int) -> Picture:
 
 
 def tiny(architecture: str, **overrides: Any) -> Any:
-    """Return a small model of a class by the rules of `tiny_fields`."""
-    cls = getattr(transformers, architecture)
-    fields = tiny_fields(cls.config_class, overrides)
+    """Return a small model of a class."""
+    return getattr(transformers, architecture)(tiny_config(architecture, **overrides))
+
+
+def tiny_config(architecture: str, **overrides: Any) -> Any:
+    """Return the config of a small model of a class by the rules of `tiny_fields`."""
+    config_class = getattr(transformers, architecture).config_class
+    fields = tiny_fields(config_class, overrides)
     image_tokens = dict.fromkeys(fields.keys() & {"image_token_id", "image_token_index"}, IMAGE)
-    return cls(cls.config_class(**{**fields, **image_tokens}))
+    return config_class(**{**fields, **image_tokens, "architectures": [architecture]})
 
 
 def tiles(seed: int, num_tiles: int, num_tokens: int, sizes: list[int] | None = None) -> Picture:
@@ -243,6 +248,13 @@ def ovis2(seed: int) -> Picture:
     return Picture({"pixel_values": noise(seed, 1, 3, 32, 32)}, (241, *(IMAGE,) * 16, 242, 245))
 
 
+def emu3(seed: int) -> Picture:
+    """Return an image that becomes tokens of a codebook, with one more at the end of each row."""
+    height, width = [(4, 6), (6, 4), (4, 4)][seed % 3]
+    tensors = {"pixel_values": noise(seed, 1, 3, height, width), "image_sizes": torch.tensor([[height, width]])}
+    return Picture(tensors, (IMAGE,) * (height // 2 * (width // 2 + 1)))
+
+
 def video_llama3(seed: int) -> Picture:
     picture = patches(seed, 3 * 8 * 8, 2)
     return Picture({**picture.tensors, "image_merge_sizes": torch.tensor([2])}, picture.token_ids)
@@ -273,7 +285,21 @@ def of_rules(name: str, picture: Callable[[int], Picture], types: str | None = N
 
 
 THREE = {ROPE_FIELD: {**ROPE, "mrope_section": [3, 3, 2]}}
+FOUR = {"head_dim": 128, "rope_parameters": {**ROPE, "mrope_section": [16, 16, 16, 16]}}
 THREE_OF_HALF = {ROPE_FIELD: {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+CODES = {
+    "<image>": IMAGE,
+    "<|extra_200|>": 199,
+    **{f"<|visual token {code:06d}|>": 200 + code for code in range(8)},
+}
+CODEBOOK = {
+    "codebook_size": 8,
+    "base_channels": 32,
+    "channel_multiplier": [1, 2],
+    "num_res_blocks": 1,
+    "hidden_size": 64,
+    "attn_resolutions": [3],
+}
 LONG = {"max_position_embeddings": 2048}
 TYPES = "mm_token_type_ids"
 SQUARE_PATCHES = {"image_size": [32, 32], "patch_size": [8, 8]}
@@ -331,6 +357,7 @@ MORE: dict[str, Seeing] = {  # wholly by transformers, from version 5 on
                 "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2} | LONG,
             },
         ),
+        ("Emu3", emu3, None, {"vocabulary_map": CODES, "vq_config": CODEBOOK}),
         ("Exaone4_5_", GLM_PICTURE, None, {}),
         ("Gemma4Unified", partial(placed_patches, patch_values=3 * 24 * 24, per_token=1), TYPES, {}),
         ("Glm46V", GLM_PICTURE, TYPES, {"text_config": THREE}),

@@ -1,5 +1,6 @@
 """Models that see give transformers' own answers to prompts with images, however these are scheduled."""
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,12 +10,23 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.engine import Recipient
+from nanoinfer.errors import ModelError
 from nanoinfer.images.processed import ProcessedPrompt
 from nanoinfer.models import SUPPORTED
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.runner import step_images
 from nanoinfer.text.prompts import PreparedRequest
-from tests.images.seeing_models import MODELS, MORE, OTHERS, answers_of_transformers, make_prompt, write_seeing
+from tests.images.seeing_models import (
+    FOUR,
+    IS_5,
+    MODELS,
+    MORE,
+    OTHERS,
+    answers_of_transformers,
+    make_prompt,
+    tiny_config,
+    write_seeing,
+)
 from tests.models.tiny_transformers import Answer
 
 NUM_TOKENS = 12
@@ -145,6 +157,31 @@ def test_more_classes_answer_as_transformers_does_however_prompts_are_scheduled(
     architecture: str, case_of: Callable[[str], Case]
 ) -> None:
     assert_answers_as_transformers(case_of(architecture), "transformers")
+
+
+@pytest.mark.skipif(not IS_5, reason="transformers 4 has not all of these")
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("Blip2", {}, "Blip2Config names no image token"),
+        (
+            "Ernie4_5_VLMoe",
+            {},
+            "computes tokens of images by other weights than those of texts (moe_mm_token_type_ids)",
+        ),
+        ("HunYuanVL", {"text_config": FOUR}, "has positions of 4 numbers"),
+        ("Janus", {}, "has no attention interface in transformers"),
+        ("Kosmos2", {}, "cannot compute a text alone (ValueError: You have to specify either `pixel_values`"),
+        ("Mllama", {}, "has layers of cross attention to images"),
+        ("PaliGemma", {}, "tokens see other ones than those before them and those of their own image"),
+    ],
+)
+def test_a_class_that_is_not_supported_is_refused_with_the_reason(
+    name: str, overrides: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    tiny_config(f"{name}ForConditionalGeneration", **overrides).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        load(tmp_path, load_format="dummy")
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=["ranks", "replicas"])

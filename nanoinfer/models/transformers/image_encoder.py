@@ -27,6 +27,7 @@ from nanoinfer.models.transformers.transformers_config import shortened
 # What a language model may be called with, beside what is captured; None and numbers are no matter.
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
+NUM_POSITIONS = 3  # of time, height and width
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
 
 
@@ -60,11 +61,7 @@ class TransformersImageEncoder:
         counts_them = hasattr(self._base, "get_rope_index")
         self.has_three_positions = counts_them or "mrope_section" in str(model.config.get_text_config().to_dict())
         self._options = inspect.signature(self._base.forward).parameters
-        if unknown := [name for name in self._options if name.endswith("token_type_ids") and name not in TOKEN_TYPES]:
-            raise ModelError(
-                f"{self._name} computes tokens of images by other weights than those of texts ({unknown[0]}), which is "
-                "not supported; leave images out"
-            )
+        self._check_language_model(model.config.get_text_config())
         self.sight = self._find_sight()
 
     @torch.inference_mode()
@@ -179,6 +176,20 @@ class TransformersImageEncoder:
                 "supported; leave images out"
             )
         return seen
+
+    def _check_language_model(self, text: Any) -> None:
+        """Raise ModelError for a text part that reads images in another way than we do. text: its config."""
+        token_types = [name for name in self._options if name.endswith("token_type_ids") and name not in TOKEN_TYPES]
+        sections = (getattr(text, "rope_parameters", None) or {}).get("mrope_section")
+        if token_types:
+            what = f"computes tokens of images by other weights than those of texts ({token_types[0]})"
+        elif getattr(text, "cross_attention_layers", None):
+            what = "has layers of cross attention to images"
+        elif sections is not None and len(sections) != NUM_POSITIONS:
+            what = f"has positions of {len(sections)} numbers"
+        else:
+            return
+        raise ModelError(f"{self._name} {what}, which is not supported; leave images out")
 
     def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs that say which tokens stand for images."""
