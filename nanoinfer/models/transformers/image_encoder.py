@@ -39,8 +39,8 @@ class LanguageModelReached(Exception):  # noqa: N818
 class Inputs(NamedTuple):
     """Describes what a model may read of images: shapes of tensors, and sizes that are told with them, by name."""
 
-    shapes: dict[str, tuple[int, ...]]
-    sizes: dict[str, list[Any]]
+    shapes: Mapping[str, tuple[int, ...]]
+    sizes: Mapping[str, list[Any]]
 
 
 class TransformersImageEncoder:
@@ -133,15 +133,12 @@ class TransformersImageEncoder:
             yield Inputs({"pixel_values": (side**2, 3 * depth * patch**2)}, grid)
             yield Inputs({"pixel_values": (side**2, 3, patch, patch)}, grid)
         if "image_position_ids" in self._options and patch is not None:
-            pool = (
-                getattr(self._vision, "pooling_kernel_size", None) or 1
-            )  # patches on a side of what a token stands for
-            for num_of_patch in (3 * patch**2, 3 * (patch * pool) ** 2):
-                side = pool * max(1, min(MAX_SIDE, int((num_values / num_of_patch) ** 0.5)) // pool)
-                count = max(1, num_values // (num_of_patch * side**2))
-                places = [[x, y] for y in range(side) for x in range(side)]
-                shapes_of_patches = {"pixel_values": (count, side**2, num_of_patch)}
-                yield Inputs(shapes_of_patches, {"image_position_ids": [places] * count})
+            pool = getattr(self._vision, "pooling_kernel_size", None) or 1
+            for num_each in (3 * patch**2, 3 * (patch * pool) ** 2):  # values of a patch, or of all that are a token
+                side = pool * max(1, min(MAX_SIDE, int((num_values / num_each) ** 0.5)) // pool)
+                count = max(1, num_values // (num_each * side**2))
+                places = {"image_position_ids": [[[x, y] for y in range(side) for x in range(side)]] * count}
+                yield Inputs({"pixel_values": (count, side**2, num_each)}, places)
         if size is not None:
             count = max(1, num_values // (3 * size**2))
             shapes = (count, 3, size, size), (1, count, 3, size, size), (count, 1, 3, size, size)

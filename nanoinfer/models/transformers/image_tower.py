@@ -122,7 +122,7 @@ def _leave_text_out(config: PretrainedConfig) -> None:
         if hasattr(text, name):
             setattr(text, name, 0)
     if getattr(config, "audio_config", None) is not None:  # what hears
-        config.audio_config = None  # type: ignore[attr-defined]
+        config.audio_config = None
 
 
 def _sections(config: PretrainedConfig) -> list[int]:
