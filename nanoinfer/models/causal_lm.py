@@ -20,9 +20,10 @@ from nanoinfer.ops.logits.spec import cap_logits
 TEXT_MODELS = (*((prefix, "model.") for prefix in TEXT_PREFIXES), ("language_model.lm_head.", "lm_head."))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # How the names of tensors begin that belong to what sees; without images they are not needed.
-TOWERS = (
-    *("vision_tower.", "multi_modal_projector.", "visual."),
-    *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
+TOWERS = tuple(
+    f"{prefix}{name}."
+    for prefix in ("", "model.")
+    for name in ("vision_tower", "multi_modal_projector", "visual", "embed_vision", "vision_embedder")
 )
 BARE_PARTS = ("embed_tokens", "layers", "norm")  # how names begin in checkpoints of the decoder alone
 

@@ -1,4 +1,4 @@
-"""Gemma 4, text alone: heads of two sizes, norms around each part, experts beside the MLP, inputs for each layer.
+"""Gemma 4: heads of two sizes, norms around each part, experts beside the MLP, inputs for each layer.
 
 Layers with a window have heads of 256, the others of 512 and fewer KV heads, whose values may be their raw keys. In the
 E-models the last layers attend to the keys and values of earlier ones, and each layer has an embedding of its own.
@@ -19,6 +19,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
+from nanoinfer.layers.attention.image_attention import attend_to_whole_images
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.layernorm import ResidualStream, ResidualSum, WideRMSNorm
@@ -145,6 +146,7 @@ class Gemma4Attention(nn.Module):
             window=window,
         )
         self.place, self.rotary_emb, self.num_heads = place, rotary_emb, spec.num_heads
+        self.has_window = window is not None
         self.backend = setup.backends.for_layer(spec, place)
 
     @property
@@ -170,7 +172,10 @@ class Gemma4Attention(nn.Module):
             metadata.slot_mapping,
         )
         if isinstance(metadata, PrefillMetadata):
-            return self.backend.prefill(q, k, v, cache, metadata).flatten(1)
+            heads = self.backend.prefill(q, k, v, cache, metadata)
+            if step.images is not None and (whole := step.images.whole_in(self.has_window)):
+                attend_to_whole_images(heads, q, cache, metadata, self.backend.spec, whole)
+            return heads.flatten(1)
         return self.backend.decode(q, cache, metadata).flatten(1)
 
 
@@ -229,6 +234,7 @@ class Gemma4Layer(DecoderLayer):
         config, tp = setup.config.of_layer(index), setup.tp
         moe, inputs, size, eps = config.moe, config.layer_inputs, config.hidden_size, config.rms_norm_eps
         super().__init__(replace(setup, config=replace(config, moe=None)), index, window, rotary_emb)
+        self.self_attn.has_window = config.windows[index] is not None  # though no sequence may outgrow it
         self.index, self.tp, self.has_experts, self.has_input = index, tp, moe is not None, inputs is not None
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
         if moe is not None:
@@ -327,7 +333,9 @@ class Gemma4Decoder(Decoder):
         if self.layer_inputs is None:
             return ResidualStream(embeddings)
         norm, shape = self.per_layer_projection_norm, (-1, self.layer_inputs.size)
-        of_tokens = self.embed_tokens_per_layer(step.token_ids).unflatten(1, shape)
+        # Images have the padding's, which is the first token.
+        ids = step.token_ids if step.images is None else step.token_ids.index_fill(0, step.images.places, 0)
+        of_tokens = self.embed_tokens_per_layer(ids).unflatten(1, shape)
         projected = self.per_layer_model_projection(embeddings) * embeddings.shape[1] ** -0.5
         projected = rms_norm(projected.unflatten(1, shape), norm.weight, norm.eps)
         return LayerInputStream(embeddings, (projected + of_tokens) * LAYER_SHARE)
@@ -426,7 +434,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         sharing = [index for index, layer in enumerate(config.layers or ()) if layer.shares_cache]
         self.unused_prefixes = (  # type: ignore[misc]
             *self.unused_prefixes,
-            *("model.embed_vision.", "model.vision_embedder.", "model.audio_tower.", "model.embed_audio."),
+            *("model.audio_tower.", "model.embed_audio."),
             *(
                 f"{prefix}layers.{index}.self_attn.{part}."
                 for prefix in ("model.", "model.language_model.", "language_model.model.", "")

@@ -19,6 +19,7 @@ class ImageSight(Enum):
 
     CAUSAL = auto()  # those before them, as tokens of a text do
     WHOLE_IMAGE = auto()  # all of their own image, too (Gemma 3); windows still end where they end
+    WHOLE_IN_WINDOWS = auto()  # so in layers with a window, and in others as tokens of a text do (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +71,7 @@ class StepImages:
     rows: (1 + num_levels, num_image_tokens, hidden_size): their embeddings, and what is added after the first layers.
     positions: (3, num_tokens) int64, of time, height and width; None: the step's own.
     rotary: what these rotate by, for layers of our own.
-    whole: images whose tokens see all of their image.
+    whole: images whose tokens see all of their image; in_windows_alone: in layers with a window alone.
     """
 
     places: Tensor
@@ -78,6 +79,7 @@ class StepImages:
     positions: Tensor | None = None
     rotary: StepRotary | None = None
     whole: tuple[SeenImage, ...] = ()
+    in_windows_alone: bool = False
 
     @property
     def num_levels(self) -> int:
@@ -100,9 +102,17 @@ class StepImages:
         backend, rotary = attention.backend, self.rotary or attention.rotary_emb
         q, k, v = backend.rotate_and_store(qkv, norm_weights, attention.norm_eps, places, rotary, cache, metadata)
         heads = backend.prefill(q, k, v, cache, metadata, sinks)
+        assert not self.in_windows_alone, "this kind of layer does not know whether it has a window"
         if self.whole:
             attend_to_whole_images(heads, q, cache, metadata, backend.spec, self.whole)
         return heads
+
+    def whole_in(self, has_window: bool) -> tuple[SeenImage, ...]:
+        """Return the images whose tokens see all of their image in a layer.
+
+        has_window: whether the layer has one, though it may be longer than any sequence.
+        """
+        return self.whole if has_window or not self.in_windows_alone else ()
 
     def merge(self, embeddings: Tensor) -> Tensor:
         """Return embeddings of the step's tokens, (num_tokens, hidden_size), with those of images in their places."""

@@ -28,7 +28,10 @@ logger = logging.getLogger("nanoinfer")
 
 SEEING = {  # whose layers of our own read images
     f"{name}ForConditionalGeneration"
-    for name in ("Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+    for name in (
+        *("Gemma3", "Gemma4", "Gemma4Unified", "Mistral3"),
+        *("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"),
+    )
 }
 FIRST_VERSION = (4, 57)  # of transformers, whose attention and masks can be replaced as we do
 

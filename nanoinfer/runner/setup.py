@@ -174,7 +174,7 @@ class Setup:
             max_prefix_sharers=self.backends.max_prefix_sharers,
             whole_prompts=self.model_config.is_encoder,
             computes_beside_host=self.device.type != "cpu",
-            whole_images=encoder is not None and encoder.sight is ImageSight.WHOLE_IMAGE,
+            whole_images=encoder is not None and encoder.sight is not ImageSight.CAUSAL,
             max_row_tokens=max_row_tokens,
         )
         if not self.counts_memory or self.config.num_kvcache_blocks is not None:

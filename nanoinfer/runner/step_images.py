@@ -178,7 +178,7 @@ class ImageRows:
             first, end = max(span.start, start), min(span.end, start + length)
             places += range(place + first, place + end)
             parts.append(rows[span.image_id][:, first - span.start : end - span.start])
-            if self._encoder.sight is ImageSight.WHOLE_IMAGE:
+            if self._encoder.sight is not ImageSight.CAUSAL:
                 assert end - first == span.end - span.start, "an image is cut whose tokens see all of it"
                 whole.append(SeenImage(chunk, place + first, first, end - first))
         return replace(
@@ -189,6 +189,7 @@ class ImageRows:
                 positions=positions,
                 rotary=None if positions is None else self._encoder.rotary(positions),
                 whole=tuple(whole),
+                in_windows_alone=self._encoder.sight is ImageSight.WHOLE_IN_WINDOWS,
             ),
         )
 

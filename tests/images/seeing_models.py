@@ -19,7 +19,9 @@ from tests.models.tiny_transformers import Answer, spread_weights, tiny_fields
 
 IMAGE = 250  # the image token's id
 BEGIN, END = 248, 249
-IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+IS_5 = VERSION >= (5, 0)
+FIRST_VERSIONS = {"Aria": (5, 24)}  # before it, its layers need numbers where there are only shapes
 TEXT = {
     **({} if IS_5 else {"rope_theta": 10000.0}),
     "vocab_size": 256,
@@ -286,6 +288,8 @@ def of_rules(name: str, picture: Callable[[int], Picture], types: str | None = N
 
 THREE = {ROPE_FIELD: {**ROPE, "mrope_section": [3, 3, 2]}}
 FOUR = {"head_dim": 128, "rope_parameters": {**ROPE, "mrope_section": [16, 16, 16, 16]}}
+KINDS_OF_LAYERS = ["sliding_attention", "full_attention"]
+THREE_OF_EACH = {"rope_parameters": {kind: {**ROPE, "mrope_section": [3, 3, 2]} for kind in KINDS_OF_LAYERS}}
 THREE_OF_HALF = {ROPE_FIELD: {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 CODES = {
     "<image>": IMAGE,
@@ -299,6 +303,18 @@ CODEBOOK = {
     "num_res_blocks": 1,
     "hidden_size": 64,
     "attn_resolutions": [3],
+}
+GEMMA4 = {  # in windows, images see all of themselves; the last two layers read the cache of the first two
+    "num_hidden_layers": 4,
+    "layer_types": KINDS_OF_LAYERS * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+    "sliding_window": 12,
+    "use_bidirectional_attention": "vision",
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
 }
 LONG = {"max_position_embeddings": 2048}
 TYPES = "mm_token_type_ids"
@@ -343,11 +359,11 @@ OTHERS: dict[str, Seeing] = {  # which take long to test, all together
     ),
     "Qwen2VLForConditionalGeneration": of_rules("Qwen2VL", GLM_PICTURE, "mm_token_type_ids", text_config=THREE),
 }
-MORE: dict[str, Seeing] = {  # wholly by transformers, from version 5 on
+MORE: dict[str, Seeing] = {  # of which one test is quick, from version 5 on
     f"{name}ForConditionalGeneration": of_rules(name, picture, types, **overrides)
     for name, picture, types, overrides in (
         ("Aria", aria, None, {"projector_patch_to_query_dict": {16: 4}}),
-        ("CohereCompass", GLM_PICTURE, TYPES, {}),
+        ("CohereCompass", GLM_PICTURE, TYPES, {"text_config": THREE_OF_EACH}),
         (
             "DeepseekOcr2",
             deepseek_ocr2,
@@ -359,6 +375,7 @@ MORE: dict[str, Seeing] = {  # wholly by transformers, from version 5 on
         ),
         ("Emu3", emu3, None, {"vocabulary_map": CODES, "vq_config": CODEBOOK}),
         ("Exaone4_5_", GLM_PICTURE, None, {}),
+        ("Gemma4", partial(placed_patches, patch_values=3 * 8 * 8, per_token=9), TYPES, {"text_config": GEMMA4}),
         ("Gemma4Unified", partial(placed_patches, patch_values=3 * 24 * 24, per_token=1), TYPES, {}),
         ("Glm46V", GLM_PICTURE, TYPES, {"text_config": THREE}),
         ("Glm4vMoe", GLM_PICTURE, TYPES, {"text_config": THREE_OF_HALF}),
@@ -384,7 +401,7 @@ MORE: dict[str, Seeing] = {  # wholly by transformers, from version 5 on
         ("VideoLlama3", video_llama3, None, {}),
         ("VipLlava", partial(square, size=32, num_tokens=16), None, {"vision_feature_layers": [-1, -2]}),
     )
-    if IS_5 and hasattr(transformers, f"{name}ForConditionalGeneration")
+    if FIRST_VERSIONS.get(name, (5, 0)) <= VERSION and hasattr(transformers, f"{name}ForConditionalGeneration")
 }
 ALL = MODELS | OTHERS | MORE
 

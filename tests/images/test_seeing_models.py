@@ -140,23 +140,48 @@ def test_others_that_see_answer_as_transformers_does(architecture: str, case_of:
     assert_answers_as_transformers(case_of(architecture), impls(architecture)[-1])
 
 
-@pytest.mark.parametrize("architecture", MORE)
-def test_more_classes_that_see_answer_as_transformers_does(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "model_impl"), [(name, impl) for name in MORE for impl in impls(name)])
+def test_more_classes_that_see_answer_as_transformers_does(architecture: str, model_impl: str, tmp_path: Path) -> None:
     """In chunks that end within images, with the same image again, and with hits in the prefix cache."""
     write_seeing(architecture, tmp_path)
     prompts = [make_prompt(architecture, parts) for parts in PROMPTS[1:4]]
     expected = answers_of_transformers(architecture, tmp_path, prompts, 3)
-    with load(tmp_path, **WAYS["in chunks"]) as llm:
+    with load(tmp_path, model_impl=model_impl, **WAYS["in chunks"]) as llm:
         for _ in range(2):
             assert_close(answers(run(llm, prompts, max_tokens=3)), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", MORE)
+@pytest.mark.parametrize(("architecture", "model_impl"), [(name, impl) for name in MORE for impl in impls(name)])
 def test_more_classes_answer_as_transformers_does_however_prompts_are_scheduled(
-    architecture: str, case_of: Callable[[str], Case]
+    architecture: str, model_impl: str, case_of: Callable[[str], Case]
 ) -> None:
-    assert_answers_as_transformers(case_of(architecture), "transformers")
+    assert_answers_as_transformers(case_of(architecture), model_impl)
+
+
+@pytest.mark.skipif(not IS_5, reason="transformers 4 has not all of these")
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("Blip2", {}, "Blip2Config names no image token"),
+        (
+            "Ernie4_5_VLMoe",
+            {},
+            "computes tokens of images by other weights than those of texts (moe_mm_token_type_ids)",
+        ),
+        ("HunYuanVL", {"text_config": FOUR}, "has positions of 4 numbers"),
+        ("Janus", {}, "has no attention interface in transformers"),
+        ("Kosmos2", {}, "cannot compute a text alone (ValueError: You have to specify either `pixel_values`"),
+        ("Mllama", {}, "has layers of cross attention to images"),
+        ("PaliGemma", {}, "tokens see other ones than those before them and those of their own image"),
+    ],
+)
+def test_a_class_that_is_not_supported_is_refused_with_the_reason(
+    name: str, overrides: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    tiny_config(f"{name}ForConditionalGeneration", **overrides).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        load(tmp_path, load_format="dummy")
 
 
 @pytest.mark.skipif(not IS_5, reason="transformers 4 has not all of these")
@@ -194,12 +219,13 @@ def test_two_ranks_and_two_replicas_give_the_answers_of_transformers(
         assert_close(answers(run(llm, prompts)), expected)
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", [*MODELS, *[name for name in MORE if name.startswith("Gemma4")]])
 def test_the_largest_images_are_made_up_to_measure_their_memory(
-    architecture: str, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_seeing(architecture, tmp_path)
     monkeypatch.setattr(step_images, "MAX_VALUES_AT_ONCE", 3 * 2**12)
-    with load(case_of(architecture)[0], model_impl=impls(architecture)[-1]) as llm:
+    with load(tmp_path, model_impl=impls(architecture)[-1]) as llm:
         rows = llm.engine.check_open().model_runner.state.images
         found: list[Any] = []
         encode_largest = rows._encoder.encode_largest

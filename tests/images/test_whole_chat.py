@@ -99,7 +99,38 @@ def gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def gemma4() -> Any:
+    """Return a model as E2B and E4B: inputs of layers, shared caches, and a part that hears."""
+    ids = token_ids_of("gemma4")
+    text = {
+        **text_fields("gemma4"),
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 12,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": max(ids.values()) + 1,
+        "use_bidirectional_attention": "vision",
+    }
+    vision = {**VISION, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64}
+    config = transformers.Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32},
+        image_token_id=ids["<|image|>"],
+        boi_token_id=ids["<|image>"],
+        eoi_token_id=ids["<image|>"],
+        video_token_id=ids["<|video|>"],
+        audio_token_id=ids["<|audio|>"],
+        tie_word_embeddings=False,
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
 MODELS: dict[str, Callable[[], Any]] = {"qwen3_vl": qwen3_vl, "llava": llava, "gemma3": gemma3}
+if hasattr(transformers, "Gemma4Config"):
+    MODELS["gemma4"] = gemma4
 
 
 class Loaded(NamedTuple):

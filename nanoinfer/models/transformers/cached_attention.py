@@ -29,6 +29,7 @@ class CachedAttention:
     def __init__(self, call: AttentionCall, place: LayerPlace, backend: AttentionBackend) -> None:
         self._place, self._backend, self._value_dim = place, backend, call.value_dim
         self._num_kv_heads, self._head_dim = backend.spec.num_kv_heads, backend.spec.head_dim
+        self._has_window = call.sight.window is not None
 
     def __call__(self, step: ForwardStep, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Return the heads' outputs (num_tokens, num_heads, the values' size). q, k, v: (num_tokens, heads, size)."""
@@ -41,8 +42,8 @@ class CachedAttention:
         sinks = None if sinks is None else sinks.flatten().to(q.dtype)
         if isinstance(metadata, PrefillMetadata):
             heads = self._backend.prefill(q, k, v, cache, metadata, sinks)
-            if step.images is not None and step.images.whole:
-                attend_to_whole_images(heads, q, cache, metadata, self._backend.spec, step.images.whole)
+            if step.images is not None and (whole := step.images.whole_in(self._has_window)):
+                attend_to_whole_images(heads, q, cache, metadata, self._backend.spec, whole)
         else:
             heads = self._backend.decode(q, cache, metadata, sinks)
         return heads[:, :, : self._value_dim]

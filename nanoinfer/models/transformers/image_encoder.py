@@ -27,6 +27,7 @@ from nanoinfer.models.transformers.transformers_config import shortened
 # What a language model may be called with, beside what is captured; None and numbers are no matter.
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
+MAX_SIDE = 48  # patches on a side of a large image, where a model limits their number
 NUM_POSITIONS = 3  # of time, height and width
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
 
@@ -38,8 +39,8 @@ class LanguageModelReached(Exception):  # noqa: N818
 class Inputs(NamedTuple):
     """Describes what a model may read of images: shapes of tensors, and sizes that are told with them, by name."""
 
-    shapes: dict[str, tuple[int, ...]]
-    sizes: dict[str, list[list[int]]]
+    shapes: Mapping[str, tuple[int, ...]]
+    sizes: Mapping[str, list[Any]]
 
 
 class TransformersImageEncoder:
@@ -123,7 +124,7 @@ class TransformersImageEncoder:
         raise ModelError(f"what {self._name} reads of images is not known ({'; '.join(errors)})")
 
     def _largest_inputs(self, num_values: int) -> Iterator[Inputs]:
-        """Yield what the model may read: patches of one large image, or squares."""
+        """Yield what the model may read: patches of one large image, of several with their places, or squares."""
         size, patch = (_first(getattr(self._vision, name, None)) for name in ("image_size", "patch_size"))
         if "image_grid_thw" in self._options and patch is not None:
             depth = getattr(self._vision, "temporal_patch_size", None) or 1
@@ -131,6 +132,13 @@ class TransformersImageEncoder:
             grid = {"image_grid_thw": [[1, side, side]]}
             yield Inputs({"pixel_values": (side**2, 3 * depth * patch**2)}, grid)
             yield Inputs({"pixel_values": (side**2, 3, patch, patch)}, grid)
+        if "image_position_ids" in self._options and patch is not None:
+            pool = getattr(self._vision, "pooling_kernel_size", None) or 1
+            for num_each in (3 * patch**2, 3 * (patch * pool) ** 2):  # values of a patch, or of all that are a token
+                side = pool * max(1, min(MAX_SIDE, int((num_values / num_each) ** 0.5)) // pool)
+                count = max(1, num_values // (num_each * side**2))
+                places = {"image_position_ids": [[[x, y] for y in range(side) for x in range(side)]] * count}
+                yield Inputs({"pixel_values": (count, side**2, num_each)}, places)
         if size is not None:
             count = max(1, num_values // (3 * size**2))
             shapes = (count, 3, size, size), (1, count, 3, size, size), (count, 1, 3, size, size)
@@ -170,7 +178,7 @@ class TransformersImageEncoder:
         finally:
             del self._language_model.forward
         unknown = {name for name, value in seen.items() if not isinstance(value, (bool, int, float, str, type(None)))}
-        if unknown := unknown - HARMLESS - OF_IMAGES - {*TOKEN_TYPES}:
+        if unknown := unknown - HARMLESS - OF_IMAGES - {*TOKEN_TYPES, "per_layer_inputs"}:
             raise ModelError(
                 f"{self._name} gives its language model {', '.join(sorted(unknown))} of an image, which is not "
                 "supported; leave images out"
@@ -204,22 +212,28 @@ class TransformersImageEncoder:
             return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
 
         image, text = self.image_token_id, 0 if self.image_token_id else 1
-        prompt = [text, image, image, text, image, text]
+        begin = [text, image, image, text, image, text]
+        window = getattr(self._model.config.get_text_config(), "sliding_window", None) or 0
         with probing_masks(self._model, make):
-            self._capture(prompt, {})
-        index = torch.arange(len(prompt), device=self._model.device)
+            self._capture(begin + [text] * window, {})
+        index = torch.arange(len(begin), device=self._model.device)
         zero = torch.zeros((), dtype=torch.long, device=self._model.device)
-        kinds: set[ImageSight | None] = set()
+        kinds: dict[bool, set[ImageSight | None]] = {False: set(), True: set()}  # by whether there is a window
         for function in made:
+            has_window = not torch.as_tensor(function(zero, zero, zero + window + len(begin) - 1, zero)).item()
             mask = torch.as_tensor(function(zero, zero, index[:, None], index[None]))
-            ahead = mask.expand(len(prompt), len(prompt)).triu(1).nonzero().tolist()
-            kinds.add(ImageSight.CAUSAL if not ahead else ImageSight.WHOLE_IMAGE if ahead == [[1, 2]] else None)
-        if len(kinds) > 1 or None in kinds:
-            raise ModelError(
-                f"in {self._name}, tokens see other ones than those before them and those of their own image, which is "
-                "not supported; leave images out"
-            )
-        return ImageSight.WHOLE_IMAGE if ImageSight.WHOLE_IMAGE in kinds else ImageSight.CAUSAL
+            ahead = mask.expand(len(begin), len(begin)).triu(1).nonzero().tolist()
+            kind = ImageSight.CAUSAL if not ahead else ImageSight.WHOLE_IMAGE if ahead == [[1, 2]] else None
+            kinds[has_window].add(kind)
+        found = kinds[False] | kinds[True]
+        if len(found) <= 1 and None not in found:
+            return ImageSight.WHOLE_IMAGE if ImageSight.WHOLE_IMAGE in found else ImageSight.CAUSAL
+        if kinds == {False: {ImageSight.CAUSAL}, True: {ImageSight.WHOLE_IMAGE}}:
+            return ImageSight.WHOLE_IN_WINDOWS
+        raise ModelError(
+            f"in {self._name}, tokens see other ones than those before them and those of their own image, which is "
+            "not supported; leave images out"
+        )
 
 
 def image_token_id(config: Any) -> int:

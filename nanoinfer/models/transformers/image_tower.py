@@ -115,10 +115,14 @@ def _without_warnings() -> Iterator[None]:
 def _leave_text_out(config: PretrainedConfig) -> None:
     """Let a model's text part have no layers, and hardly an embedding."""
     text = config.get_text_config()
-    for name in ("layer_types", "mlp_only_layers"):
-        if getattr(text, name, None):
-            setattr(text, name, [])
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, NUM_EMBEDDINGS, None
+    if getattr(text, "mlp_only_layers", None):
+        text.mlp_only_layers = []
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, NUM_EMBEDDINGS, 0
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # of Gemma 4
+        if hasattr(text, name):
+            setattr(text, name, 0)
+    if getattr(config, "audio_config", None) is not None:  # what hears
+        config.audio_config = None
 
 
 def _sections(config: PretrainedConfig) -> list[int]:

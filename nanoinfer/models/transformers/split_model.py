@@ -49,6 +49,9 @@ class SplitModel:
         if len(images.rows) > 1:
             is_image = torch.zeros(1, len(ids), dtype=torch.bool, device=ids.device).index_fill(1, images.places, True)
             options |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": [*images.rows[1:]]}
+        if getattr(language_model.config, "hidden_size_per_layer_input", 0):  # images have the padding's (Gemma 4)
+            ids = ids.index_fill(0, images.places, language_model.config.pad_token_id)
+            options["per_layer_inputs"] = language_model.get_per_layer_inputs(ids[None], None)
         return language_model(inputs_embeds=embeddings[None], position_ids=positions, **{"use_cache": False, **options})
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
