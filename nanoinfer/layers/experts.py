@@ -72,7 +72,10 @@ class PackedExperts(ShardedLinear):
 
 
 class TransposedExperts(PackedExperts):
-    """Holds projections whose inputs come before their outputs in checkpoints, and not in transformers' memory."""
+    """Holds projections whose inputs come before their outputs in checkpoints, and not in transformers' memory.
+
+    Both have the same names, so the shape decides. Where it is the same in both orders, the checkpoint's is taken.
+    """
 
     def unpack(self, full: Tensor, param: Tensor | None) -> dict[str, Tensor]:
         num_outputs, num_inputs = self.full_shape
