@@ -184,31 +184,6 @@ def test_a_class_that_is_not_supported_is_refused_with_the_reason(
         load(tmp_path, load_format="dummy")
 
 
-@pytest.mark.skipif(not IS_5, reason="transformers 4 has not all of these")
-@pytest.mark.parametrize(
-    ("name", "overrides", "said"),
-    [
-        ("Blip2", {}, "Blip2Config names no image token"),
-        (
-            "Ernie4_5_VLMoe",
-            {},
-            "computes tokens of images by other weights than those of texts (moe_mm_token_type_ids)",
-        ),
-        ("HunYuanVL", {"text_config": FOUR}, "has positions of 4 numbers"),
-        ("Janus", {}, "has no attention interface in transformers"),
-        ("Kosmos2", {}, "cannot compute a text alone (ValueError: You have to specify either `pixel_values`"),
-        ("Mllama", {}, "has layers of cross attention to images"),
-        ("PaliGemma", {}, "tokens see other ones than those before them and those of their own image"),
-    ],
-)
-def test_a_class_that_is_not_supported_is_refused_with_the_reason(
-    name: str, overrides: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    tiny_config(f"{name}ForConditionalGeneration", **overrides).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=re.escape(said)):
-        load(tmp_path, load_format="dummy")
-
-
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=["ranks", "replicas"])
 def test_two_ranks_and_two_replicas_give_the_answers_of_transformers(
     options: dict[str, Any], case_of: Callable[[str], Case]
