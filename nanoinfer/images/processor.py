@@ -113,7 +113,7 @@ class ImageProcessor:
         from PIL import Image
 
         picture, errors = Image.new("RGB", PROBE_SIZE), []
-        for token in self._named_tokens("image_token", "boi_token"):
+        for token in self._named_tokens("image_token", "boi_token", "image_placeholder_token"):
             try:
                 if self._run(token, picture, None, {}).runs:
                     return token

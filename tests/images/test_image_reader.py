@@ -34,7 +34,7 @@ pytest.importorskip("PIL")
 # Of transformers' processors, which give tensors to NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
-PADDED = ("granite_docling", "idefics3", "llava_next", "mistral3", "smolvlm")
+PADDED = ("lighton_ocr", "granite_docling", "idefics3", "llava_next", "mistral3", "smolvlm")
 SIZES = [(60, 40), (33, 70), (60, 40), (20, 20)]  # of pictures, in pixels
 
 
