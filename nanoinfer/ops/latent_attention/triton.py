@@ -4,7 +4,9 @@ A tile of vectors is read once: all its numbers are keys, and its latents are va
 
 - Decode is that of `ops/decode_attention` with one KV head for all query heads: its list of tiles, its equal shares of
   them, and its second kernel, which combines what several programs have of a row. Where the query heads and tokens of a
-  row are more than a tile of queries holds, the heads are split into parts, and each part reads all vectors.
+  row are more than a tile of queries holds, the heads are split into parts, and each part reads all vectors. Products
+  have vectors first and queries second: Hopper's tensor cores take 64 lines of the first operand at a time, of which
+  queries would leave most empty. A program takes the rows of its share one by one, and reads the queries of each once.
 - Prefill is that of `ops/prefill_attention`. Queries attend to expanded keys and values, which lie as a product left
   them, and to a rotated part that all heads share. Or, absorbed, they attend to cached vectors, and several heads of a
   token share a tile. One kernel computes both.
@@ -25,17 +27,13 @@ from nanoinfer.ops.common.device_properties import has_large_shared_memory, next
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.decode_attention.triton import (
     BEGINS_LATER,
-    ENDS_ROW,
     MASKED,
     MAX_QUERIES,
     MIN_QUERIES,
     SMALL_TILE,
     PrefixResult,
     add_results,
-    attend_to_tile,
     combine,
-    reset_where,
-    results_of,
     share_of,
     visible_tokens,
 )
@@ -387,7 +385,8 @@ def _latent_decode_kernel(
     num_queries: tl.constexpr,  # of a row and a part of its heads; in the pass over prefixes, of all sharers
     latent_size: tl.constexpr,
     rotary_size: tl.constexpr,
-    LATENT: tl.constexpr,  # latent_size, padded
+    WIDTH: tl.constexpr,  # latents of a slice
+    SLICES: tl.constexpr,  # that latents are cut into, so that less is converted at a time to be stored
     ROTARY: tl.constexpr,
     QUERIES: tl.constexpr,  # num_queries, padded
     TILE: tl.constexpr,  # divides block_size, so a tile lies within one block
@@ -406,74 +405,103 @@ def _latent_decode_kernel(
     num_heads: tl.constexpr = num_parts * group_size
     vector_size: tl.constexpr = latent_size + rotary_size
     query = tl.arange(0, QUERIES)
-    dim = tl.arange(0, LATENT)
+    column = tl.arange(0, WIDTH)
     rotary_dim = tl.arange(0, ROTARY)
     token = tl.arange(0, TILE)
-    is_dim = (dim < latent_size)[None, :]
     is_rotary = (rotary_dim < rotary_size)[None, :]
     is_query = query < num_queries
     # Where a query's head is in the result, after the first head of the row.
     head = part * group_size + query % group_size
     line = query // group_size * num_heads + head
-    line_offsets = line[:, None] * latent_size + dim[None, :]
     rotated_offsets = (query // group_size)[:, None] * rotated_token_stride + head[:, None] * rotated_head_stride
     rotated_offsets += rotary_dim[None, :]
 
     dtype: tl.constexpr = absorbed_ptr.dtype.element_ty
-    sums = (tl.zeros((QUERIES, LATENT), tl.float32),)
-    state = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32), sums
-    for tile in tl.range(first, last, num_stages=STAGES):
-        slot = tl.load(tiles_ptr + tile * 4).to(tl.int64)
-        num_visible = tl.load(tiles_ptr + tile * 4 + 1)
+    tile = first
+    while tile < last:  # a row, or what the share has of it
         row = tl.load(tiles_ptr + tile * 4 + 2)
-        flags = tl.load(tiles_ptr + tile * 4 + 3)
-        ends_row = (flags & ENDS_ROW) != 0
+        row_start = tl.load(row_starts_ptr + row)
+        row_end = tl.load(row_starts_ptr + row + 1)
+        end = tl.minimum(row_end, last)
         if num_sharers_ptr is not None:  # it is enough that the rows exist: those after the sharers are not stored
             is_query = query < (num_rows - row) * (num_tokens * group_size)
         first_token = row.to(tl.int64) * num_tokens
-        absorbed_ptrs = absorbed_ptr + first_token * (num_heads * latent_size) + line_offsets
-        absorbed = tl.load(absorbed_ptrs, mask=is_query[:, None] & is_dim, other=0.0)
         rotated_ptrs = rotated_ptr + first_token * rotated_token_stride + rotated_offsets
-        rotated = tl.load(rotated_ptrs, mask=is_query[:, None] & is_rotary, other=0.0)
-        if num_sharers_ptr is None:
-            is_read, visible = visible_tokens(token, query // group_size, num_visible, flags, num_tokens, False)
-        else:  # shared blocks are full
-            is_read = tl.full((TILE,), True, tl.int1)
-            visible = is_read[None, :]
-        # What lies past the context may be NaN, and 0 x NaN is NaN.
-        vector_ptrs = vectors_ptr + slot * vector_size + token[:, None] * vector_size
-        latents = tl.load(vector_ptrs + dim[None, :], mask=is_read[:, None] & is_dim, other=0.0)
-        keys = tl.load(vector_ptrs + latent_size + rotary_dim[None, :], mask=is_read[:, None] & is_rotary, other=0.0)
-        scores = tl.dot(rotated, tl.trans(keys), input_precision="ieee")
-        scores = tl.dot(absorbed, tl.trans(latents), scores, input_precision="ieee")
-        scores = tl.where(visible, scores * scale_log2, MASKED)
-        state = attend_to_tile(state, scores, latents, None, dtype, dtype, False)
+        rotated = tl.trans(tl.load(rotated_ptrs, mask=is_query[:, None] & is_rotary, other=0.0))
+        absorbed, sums = (), ()
+        for index in tl.static_range(SLICES):
+            dim = index * WIDTH + column
+            ptrs = absorbed_ptr + (first_token * num_heads + line[:, None]) * latent_size + dim[None, :]
+            mask = is_query[:, None] & (dim < latent_size)[None, :]
+            absorbed += (tl.trans(tl.load(ptrs, mask=mask, other=0.0)),)  # type: ignore[assignment]
+            sums += (tl.zeros((WIDTH, QUERIES), tl.float32),)  # type: ignore[assignment]
+        maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        for place in tl.range(tile, end, num_stages=STAGES):
+            slot = tl.load(tiles_ptr + place * 4).to(tl.int64)
+            num_visible = tl.load(tiles_ptr + place * 4 + 1)
+            flags = tl.load(tiles_ptr + place * 4 + 3)
+            if num_sharers_ptr is None:
+                is_read, visible = visible_tokens(token, query // group_size, num_visible, flags, num_tokens, False)
+            else:  # shared blocks are full
+                is_read = tl.full((TILE,), True, tl.int1)
+                visible = is_read[None, :]
+            # What lies past the context may be NaN, and 0 x NaN is NaN.
+            vector_ptrs = vectors_ptr + slot * vector_size + token[:, None] * vector_size
+            keys_ptrs = vector_ptrs + latent_size + rotary_dim[None, :]
+            keys = tl.load(keys_ptrs, mask=is_read[:, None] & is_rotary, other=0.0)
+            scores = tl.dot(keys, rotated, input_precision="ieee")  # (TILE, QUERIES)
+            latents = ()
+            for number in tl.static_range(SLICES):
+                latent = number * WIDTH + column
+                is_there = is_read[:, None] & (latent < latent_size)[None, :]
+                x = tl.load(vector_ptrs + latent[None, :], mask=is_there, other=0.0)
+                latents += (x,)  # type: ignore[assignment]
+                scores = tl.dot(latents[number], absorbed[number], scores, input_precision="ieee")
+            scores = tl.where(tl.trans(visible), scores * scale_log2, MASKED)
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
+            decay = tl.exp2(maximum - new_maximum)
+            weights = tl.exp2(scores - new_maximum[None, :])
+            total = total * decay + tl.sum(weights, axis=0)
+            new_sums = ()
+            for number in tl.static_range(SLICES):
+                acc = sums[number] * decay[None, :]
+                acc = tl.dot(tl.trans(latents[number]), weights.to(dtype), acc, input_precision="ieee")
+                new_sums += (acc,)  # type: ignore[assignment]
+            sums, maximum = new_sums, new_maximum
 
-        if ends_row | (tile == last - 1):
-            begins_here = tl.load(row_starts_ptr + row) >= first
-            result, lse = results_of(state)
-            first_line = first_token * num_heads
-            if num_sharers_ptr is not None:
-                is_query = query < tl.load(num_sharers_ptr + row) * (num_tokens * group_size)
-            mask = is_query[:, None] & is_dim
+        begins_here = row_start >= first
+        is_whole = begins_here & (end == row_end)
+        own_lse = maximum + tl.log2(total)
+        lse = own_lse
+        first_line = first_token * num_heads
+        if num_sharers_ptr is not None:
+            is_query = query < tl.load(num_sharers_ptr + row) * (num_tokens * group_size)
+        if prefix_out_ptr is not None:
+            row_flags = tl.load(tiles_ptr + tile * 4 + 3)
+            has_prefix = query < (row_flags & BEGINS_LATER) // BEGINS_LATER * num_queries
+            prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=has_prefix, other=float("-inf"))
+            prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
+        partial = ((part * num_shares + share) * 2 + begins_here.to(tl.int32)) * num_queries
+        for index in tl.static_range(SLICES):
+            dim = index * WIDTH + column
+            mask = is_query[:, None] & (dim < latent_size)[None, :]
+            result = tl.trans(sums[index] / total[None, :])  # (QUERIES, WIDTH)
+            line_offsets = (first_line + line[:, None]) * latent_size + dim[None, :]
             if prefix_out_ptr is not None:
-                has_prefix = query < (flags & BEGINS_LATER) // BEGINS_LATER * num_queries
-                prefix_lse = tl.load(prefix_lse_ptr + first_line + line, mask=has_prefix, other=float("-inf"))
-                prefix_ptrs = prefix_out_ptr + first_line * latent_size + line_offsets
-                prefix = tl.load(prefix_ptrs, mask=has_prefix[:, None] & is_dim, other=0.0)
-                prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
-                result, lse = add_results(result, lse, prefix, prefix_lse)
-            if ends_row & begins_here:
-                out_ptrs = out_ptr + first_line * latent_size + line_offsets
-                tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
-                if out_lse_ptr is not None:
-                    tl.store(out_lse_ptr + first_line + line, lse, mask=is_query)
+                prefix = tl.load(prefix_out_ptr + line_offsets, mask=mask & has_prefix[:, None], other=0.0)
+                result, lse = add_results(result, own_lse, prefix, prefix_lse)
+            if is_whole:
+                tl.store(out_ptr + line_offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
             else:
-                partial = ((part * num_shares + share) * 2 + begins_here.to(tl.int32)) * num_queries
                 partial_offsets = (partial + query[:, None]) * latent_size + dim[None, :]
                 tl.store(partials_ptr + partial_offsets, result, mask=mask)
-                tl.store(lse_ptr + partial + query, lse, mask=is_query)
-        state = reset_where(state, ends_row)
+        if is_whole:
+            if out_lse_ptr is not None:
+                tl.store(out_lse_ptr + first_line + line, lse, mask=is_query)
+        else:
+            tl.store(lse_ptr + partial + query, lse, mask=is_query)
+        tile = end
 
 
 def paged_latent_attention(absorbed, rotated, cache, plan, scale, prefix=None):
@@ -523,11 +551,11 @@ class DecodeShape(NamedTuple):
     num_stages: int
     num_warps: int
     programs: int  # of a multiprocessor
+    slices: int = 1  # of the latents
 
 
-# By queries of a tile, up to so many: where a program may have 200 KiB of shared memory, and where it has less. With
-# five stages the next tile is on its way while one is computed; with fewer, another program computes meanwhile.
-DECODE_SHAPES = {16: DecodeShape(32, 3, 4, 2), 32: DecodeShape(32, 5, 8, 1), 64: DecodeShape(32, 1, 8, 1)}
+# By queries of a tile, up to so many: where a program may have 200 KiB of shared memory, and where it has less.
+DECODE_SHAPES = {16: DecodeShape(64, 3, 8, 1, 2), 32: DecodeShape(64, 3, 8, 1, 4), 64: DecodeShape(32, 3, 8, 1)}
 SMALL_DECODE_SHAPES = {32: DecodeShape(16, 3, 4, 1)}
 
 
@@ -583,7 +611,8 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
         num_parts=num_parts,
         latent_size=latent_size,
         rotary_size=rotary_size,
-        LATENT=max(MIN_DEPTH, next_power_of_2(latent_size)),
+        WIDTH=max(MIN_DEPTH, next_power_of_2(latent_size) // shape.slices),
+        SLICES=shape.slices,
         ROTARY=max(MIN_DEPTH, next_power_of_2(rotary_size)),
         QUERIES=queries,
         TILE=tile_size,
