@@ -3,9 +3,9 @@
 A step that waits finds out at once where a text begins to repeat, and one that overlaps a step later. So after
 proposals have paid, steps wait on for a while, even those without any, as long as what was saved lately pays for it.
 
-Where many rows run, only a few are watched until their texts promise a gain: to index the prompts of all would take
-time. Watched rows are drafted for while plain steps overlap, and their drafts are judged by the tokens that come. So
-text that repeats nothing costs next to nothing, and its steps overlap as without a proposer.
+Where many rows run, only a few are watched until their texts promise a gain (`watch.py`). Watched rows are drafted for
+while plain steps overlap, and their drafts are judged by the tokens that come. So text that repeats nothing costs next
+to nothing, and its steps overlap as without a proposer.
 
 A form, such as a JSON schema, leaves no choice about many tokens. These are proposed before what the text repeats.
 """
@@ -24,11 +24,11 @@ from nanoinfer.metrics import EngineMetrics
 from nanoinfer.speculation.controller import Acceptance, Controller
 from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
 from nanoinfer.speculation.text_index import num_right
+from nanoinfer.speculation.watch import MAX_WATCHED, Watch
 from nanoinfer.speculative_config import SpeculativeOptions
 
 logger = logging.getLogger("nanoinfer")
 
-MAX_WATCHED = 8  # rows, while proposals do not pay
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 
@@ -98,6 +98,7 @@ class Speculator:
         self._controller = Controller(max_num_tokens)
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
+        self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
         self._pays = False  # whether the next step is to wait, because proposals pay or have paid lately
@@ -107,7 +108,8 @@ class Speculator:
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
         if not self._pays:
-            self._pays = self._choose_by_watched(seqs, num_unknown=1) > 0
+            promises = self._choose_by_watched(seqs, num_unknown=1) > 0
+            self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
         self._is_asked = not self._pays
         return self._pays
 
@@ -126,6 +128,8 @@ class Speculator:
             num_proposed = self._controller.choose(len(seqs), expected, has_waited=True)
             is_known = self._controller.plain_seconds(len(seqs)) is not None
             self._pays = is_known and (self._num_saved > 0 or self._controller.choose(len(seqs), expected) > 0)
+            if self._last is not None and self._last.num_proposed is None:
+                self._watch.note(was_right=num_proposed > 0)
             if num_proposed:
                 proposed = [[] if row is None else row.draft[:num_proposed] for row in rows]
         now, num_tokens = time.perf_counter(), self._stats.num_generated_tokens
@@ -134,7 +138,10 @@ class Speculator:
 
     def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
         """Return how many tokens to propose for each, as far as the few rows say that are watched and stand for all."""
-        rows = [self._row_of(seq) for seq in seqs[:MAX_WATCHED]]
+        watched = seqs
+        if len(seqs) > MAX_WATCHED:
+            watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
+        rows = [self._row_of(seq) for seq in watched]
         expected = self._expected(len(seqs), rows, num_unknown)
         return self._controller.choose(len(seqs), expected) if expected else 0
 
