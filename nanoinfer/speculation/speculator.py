@@ -29,6 +29,7 @@ from nanoinfer.speculative_config import SpeculativeOptions
 
 logger = logging.getLogger("nanoinfer")
 
+NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 
@@ -37,12 +38,14 @@ class StepStart(NamedTuple):
     """Says what was known when a step began.
 
     num_proposed: of each row; None if the step overlaps with the one before it. num_tokens: that had been generated.
+    num_overlapped: steps up to this one that overlap, one after the other.
     """
 
     time: float  # perf_counter
     num_rows: int
     num_proposed: int | None
     num_tokens: int
+    num_overlapped: int
 
 
 class DraftedRow:
@@ -122,18 +125,24 @@ class Speculator:
         num_proposed = 0
         proposed: list[list[int]] = []
         if not in_flight:
-            pays = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
-            rows = [self._row_of(seq) for seq in seqs] if pays else []
+            looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
+            rows = [self._row_of(seq) for seq in seqs] if looks else []
             expected = self._expected(len(seqs), rows)
             num_proposed = self._controller.choose(len(seqs), expected, has_waited=True)
-            is_known = self._controller.plain_seconds(len(seqs)) is not None
-            self._pays = is_known and (self._num_saved > 0 or self._controller.choose(len(seqs), expected) > 0)
+            pays = self._controller.choose(len(seqs), expected) > 0
             if self._last is not None and self._last.num_proposed is None:
-                self._watch.note(was_right=num_proposed > 0)
+                self._watch.note(was_right=pays)
+            is_known = self._controller.plain_seconds(len(seqs)) is not None
+            self._pays = is_known and (pays or self._num_saved > 0)
             if num_proposed:
                 proposed = [[] if row is None else row.draft[:num_proposed] for row in rows]
-        now, num_tokens = time.perf_counter(), self._stats.num_generated_tokens
-        self._last = StepStart(now, len(seqs), None if overlaps else num_proposed, num_tokens)
+        self._last = StepStart(
+            time=time.perf_counter(),
+            num_rows=len(seqs),
+            num_proposed=None if overlaps else num_proposed,
+            num_tokens=self._stats.num_generated_tokens,
+            num_overlapped=self._last.num_overlapped + 1 if overlaps and self._last is not None else int(overlaps),
+        )
         return proposed
 
     def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
@@ -196,7 +205,8 @@ class Speculator:
         if last is None or last.num_rows != num_rows or num_rows == 0:
             return
         seconds, num_before = time.perf_counter() - last.time, last.num_proposed
-        if (num_before is None and overlaps) or (num_before == 0 and not self._overlaps):
+        # The first ones that overlap are launched faster than the device computes.
+        if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (num_before == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
         elif num_before is not None and not overlaps:
             self._controller.note(num_rows, num_before, seconds)
