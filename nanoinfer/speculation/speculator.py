@@ -15,6 +15,8 @@ import math
 import time
 from array import array
 from collections import Counter
+from itertools import accumulate, takewhile
+from operator import mul
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
@@ -30,6 +32,8 @@ from nanoinfer.speculative_config import SpeculativeOptions
 logger = logging.getLogger("nanoinfer")
 
 NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
+# Of many rows each proposal takes time, since steps are bound by arithmetic: it has to be as likely as rows / this.
+ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 
@@ -77,6 +81,11 @@ class DraftedRow:
             self.num_forced = len(forced)
             self.draft[: self.num_forced] = forced
 
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """What its proposals are believed by: forced ones, equal tokens before them, all that are drafted."""
+        return self.num_forced, self.num_equal, len(self.draft)
+
     def _judge(self, came: "array[int]", of_text: Acceptance, of_forms: Acceptance) -> None:
         right, num_forced = num_right(self.draft, came), self.num_forced
         judged = min(right + 1, len(came))
@@ -101,6 +110,7 @@ class Speculator:
         self._controller = Controller(max_num_tokens)
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
+        self._num_worth: dict[tuple[int, int, int], int] = {}  # proposals, by the kind of a row
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
@@ -135,7 +145,7 @@ class Speculator:
             is_known = self._controller.plain_seconds(len(seqs)) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
             if num_proposed:
-                proposed = [[] if row is None else row.draft[:num_proposed] for row in rows]
+                proposed = [self._proposals_of(row, num_proposed) for row in rows]
         self._last = StepStart(
             time=time.perf_counter(),
             num_rows=len(seqs),
@@ -144,6 +154,10 @@ class Speculator:
             num_overlapped=self._last.num_overlapped + 1 if overlaps and self._last is not None else int(overlaps),
         )
         return proposed
+
+    def _proposals_of(self, row: DraftedRow | None, most: int) -> list[int]:
+        """Return as many of a row's draft as are worth their lines, at most so many."""
+        return row.draft[: min(most, self._num_worth[row.kind])] if row and row.draft else []
 
     def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
         """Return how many tokens to propose for each, as far as the few rows say that are watched and stand for all."""
@@ -168,21 +182,23 @@ class Speculator:
     def _expected(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> list[float]:
         """Return how many of so many sequences are expected to have a right proposal first, second, and so on.
 
-        rows: of all of them, or of some. num_unknown: tokens that come before the next step, so drafts have to be right
-        about them, too.
+        Drafts are cut where proposals are not worth their lines. rows: of all of them, or of some. num_unknown: tokens
+        that come before the next step, so drafts have to be right about them, too.
         """
-        share = len(rows) / max(1, num_seqs)
-        expected: list[float] = []
-        drafts = Counter([(row.num_forced, row.num_equal, len(row.draft)) for row in rows if row and row.draft])
-        for (num_forced, num_equal, num_drafted), count in drafts.items():  # rows of a kind, of which there are few
+        share, least = len(rows) / max(1, num_seqs), min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE)
+        expected, self._num_worth = list[float](), {}
+        drafts = Counter([row.kind for row in rows if row and row.draft])
+        for kind, count in drafts.items():  # rows of a kind, of which there are few
+            num_forced, num_equal, num_drafted = kind
             each = self._of_forms.probabilities(0, num_forced) if num_forced else []
             if num_free := num_drafted - num_forced:
                 each += self._of_text.probabilities(num_equal + num_forced, num_free + num_unknown)
-            right = math.prod(each[:num_unknown]) * count / share
-            expected += [0.0] * (len(each) - num_unknown - len(expected))
-            for place, chance in enumerate(each[num_unknown:]):
-                right *= chance
-                expected[place] += right
+            right = math.prod(each[:num_unknown])
+            chances = [*takewhile(lambda chance: chance >= least, accumulate(each[num_unknown:], mul, initial=1.0))][1:]
+            self._num_worth[kind] = len(chances)
+            expected += [0.0] * (len(chances) - len(expected))
+            for place, chance in enumerate(chances):
+                expected[place] += right * chance * count / share
         return expected
 
     def _notice_ends(self, seqs: list[Sequence]) -> None:

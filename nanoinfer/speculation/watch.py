@@ -5,19 +5,13 @@ has begun to repeat its text is found wherever it is. What few rows promise may 
 looked at in vain, and the next time comes later.
 """
 
-from typing import Protocol
+from typing import Any
 
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 MAX_WATCHED = 8  # rows
 TOKENS_A_SECOND = 20_000  # of rows whose turn comes: to index so many takes half a percent of the time
 MAX_IGNORED = 256  # promises
-
-
-class Drafted(Protocol):
-    """Has a draft of what a sequence may go on with."""
-
-    draft: list[int]
 
 
 class Watch:
@@ -29,11 +23,11 @@ class Watch:
         self._num_tokens = 0.0  # that may be indexed
         self._num_ignored, self._num_to_ignore = 0, 1  # promises
 
-    def choose(self, seqs: list[Sequence], rows: dict[Sequence, Drafted], seconds: float) -> list[Sequence]:
+    def choose(self, seqs: list[Sequence], rows: dict[Sequence, Any], seconds: float) -> list[Sequence]:
         """Return the sequences to watch.
 
-        seqs: all that run, more than MAX_WATCHED. rows: those with an index; a sequence that is not watched any more
-        leaves them. seconds: of a step.
+        seqs: all that run, more than MAX_WATCHED. rows: the DraftedRow of each that has one; a sequence that is not
+        watched any more leaves them. seconds: of a step.
         """
         watched = self._seqs = [seq for seq in self._seqs if seq.status is SequenceStatus.RUNNING]
         while len(watched) < MAX_WATCHED:
