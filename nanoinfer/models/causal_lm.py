@@ -71,6 +71,7 @@ class DecoderForCausalLM(NativeModel):
         super().__init__()
         self.model = self.decoder(config, self.spec, max_positions, backends, tp)
         self.generates = config.head is None  # else steps sample nothing
+        self.packs_lines = self.spec.attention is None and config.linear_attention is None
         has_logits = config.head is None or config.head.kind == "vocabulary"
         head = ParallelLMHead if has_logits else NoHead
         self.lm_head = head(config.vocab_size, config.hidden_size, tp)

@@ -21,7 +21,8 @@ class Model(CheckpointNames, Protocol):
     """Computes steps. It is an nn.Module, whose parameters `CheckpointNames` names.
 
     generates: whether steps have logits to sample from. captures_decode: whether a CUDA graph of its decode steps
-    computes what the steps themselves do. has_token_types: whether it reads `ForwardStep.token_types`. vocab: the ids
+    computes what the steps themselves do. packs_lines: whether layers take decode rows of several tokens without
+    padding between them (`PackedLines`). has_token_types: whether it reads `ForwardStep.token_types`. vocab: the ids
     whose logits this rank computes. logits_dtype: that of its logits. score: the head of a classifier, if it is one.
     image_encoder: None unless the engine is to see images.
     """
@@ -30,6 +31,8 @@ class Model(CheckpointNames, Protocol):
     def generates(self) -> bool: ...
     @property
     def captures_decode(self) -> bool: ...
+    @property
+    def packs_lines(self) -> bool: ...
     @property
     def has_token_types(self) -> bool: ...
     @property

@@ -37,6 +37,7 @@ class NativeModel(nn.Module):
     lm_head: ParallelLMHead
     generates: bool
     captures_decode = True
+    packs_lines = False
     image_encoder: ImageEncoder | None = None
 
     @property

@@ -71,10 +71,11 @@ class GraphInputs(NamedTuple):
         if batch.num_row_tokens is not None:
             fill_one(self.num_row_tokens, batch.num_row_tokens, padding.num_row_tokens)
 
-    def batch(self, size: int, num_tokens: int, shares_prefixes: bool) -> DecodeBatch:
+    def batch(self, size: int, num_tokens: int, shares_prefixes: bool, num_packed: int) -> DecodeBatch:
         """Return the batch of the first rows, for a graph to read."""
         shared = SharedPrefixes(self.num_shared_blocks[:size], self.num_sharers[:size]) if shares_prefixes else None
-        return DecodeBatch(self.rows[:size], shared, num_tokens, self.num_row_tokens[:size] if num_tokens > 1 else None)
+        num_row_tokens = self.num_row_tokens[:size] if num_tokens > 1 else None
+        return DecodeBatch(self.rows[:size], shared, num_tokens, num_row_tokens, num_packed)
 
 
 class DecodeGraphs:
@@ -106,29 +107,26 @@ class DecodeGraphs:
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
-            self._graphs[size, 1, False] = self._capture(size, num_tokens=1, shares_prefixes=False, is_warm=is_warm)
+            key = GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0)
+            self._graphs[key] = self._capture(key, is_warm)
 
     def replay(self, batch: DecodeBatch) -> None:
         """Run `forward` for the rows of a batch, and for padding after them."""
-        num_rows, num_tokens, shares_prefixes = len(batch.rows), batch.num_tokens, batch.shared_prefixes is not None
-        sizes = self._sharing_sizes if shares_prefixes else self._sizes
-        if num_tokens > 1:
+        sizes = self._sizes if batch.shared_prefixes is None else self._sharing_sizes
+        if batch.num_tokens > 1:
             sizes = self._several_tokens_sizes
-        key = sizes[bisect_left(sizes, num_rows)], num_tokens, shares_prefixes  # of the smallest that holds the batch
+        key = GraphKey.of(batch, sizes[bisect_left(sizes, len(batch.rows))])  # of the smallest that holds the batch
         key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
-            which = f"{key[0]} rows{' that share prefixes' if shares_prefixes else ''}, tokens of a row: {num_tokens}"
-            logger.info("capturing the CUDA graph of decode steps of up to %s", which)
-            self._graphs[key] = self._capture(*key)
-        self._inputs.fill(batch, self._padding, key[0])
+            logger.info("capturing the CUDA graph of decode steps of %s", key)
+            self._graphs[key] = self._capture(key)
+        self._inputs.fill(batch, self._padding, key.num_rows)
         self._graphs[key].replay()
 
-    def _capture(
-        self, size: int, num_tokens: int, shares_prefixes: bool, is_warm: bool = False
-    ) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: GraphKey, is_warm: bool = False) -> torch.cuda.CUDAGraph:
         for inputs, padding in zip(self._inputs, self._padding, strict=True):
             inputs.copy_(padding)
-        batch = self._inputs.batch(size, num_tokens, shares_prefixes)
+        batch = self._inputs.batch(*key)
         if not is_warm:
             self._forward(batch)  # compiles and warms up outside the capture
         graph = torch.cuda.CUDAGraph()

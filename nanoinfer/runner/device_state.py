@@ -54,6 +54,11 @@ class DeviceState:
     graphs_by_use: tuple[DecodeGraphs | None, DecodeGraphs | None] = None, None  # without adapters in a step, and with
     images: ImageRows | None = None
 
+    def may_pack(self, host_rows: list[int]) -> bool:
+        """Return whether lines of these rows may be packed: nothing counts on as many of each row."""
+        has_adapters = self.adapters is not None and self.adapters.are_used
+        return not (self.images is not None or has_adapters or self.sampler.copies(host_rows))
+
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
         """Return the step that computes these chunks: see `StepTables.prefill_step`."""
         reads_all = bool(self.pooler.by_row) or self.sampler.reads_prompts

@@ -41,6 +41,7 @@ from nanoinfer.runner.cuda_graphs import (
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
 from nanoinfer.runner.pooler import DenseLayer, Pooler, load_dense
+from nanoinfer.runner.stand_ins import LINES
 from nanoinfer.runner.step_images import HeldImages, ImageRows
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
@@ -286,7 +287,7 @@ class Setup:
             return graphs
 
         if num_tokens > 1:
-            count = max(count, num_late)
+            count = max(count, num_late) + sum(size * (num_tokens - 1) // LINES for size in late_sizes)
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         graph_bytes = memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
         adapters = runner.state.adapters

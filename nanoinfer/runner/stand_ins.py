@@ -6,10 +6,40 @@ graph that has been captured already stands in, padded, until its padding has ta
 
 from collections import Counter
 from collections.abc import Set
+from typing import NamedTuple
+
+from nanoinfer.integers import ceil_div
+from nanoinfer.layers.attention.metadata import DecodeBatch
 
 CAPTURE_LINES = 2048  # of padding; a model of 8B computes them in about the time of a capture
 
-GraphKey = tuple[int, int, bool]  # batch size, tokens of a row, whether rows share prefixes
+LINES = 128  # numbers of packed lines are multiples of it
+
+
+class GraphKey(NamedTuple):
+    """Names a graph by the steps that it computes; see `DecodeBatch`."""
+
+    num_rows: int
+    num_tokens: int
+    shares_prefixes: bool
+    num_packed: int
+
+    @classmethod
+    def of(cls, batch: DecodeBatch, size: int) -> "GraphKey":
+        """Return the key of the graph for a batch that is padded to so many rows; each row of padding has a line."""
+        num_packed = batch.num_packed and ceil_div(batch.num_packed + size - len(batch.rows), LINES) * LINES
+        num_packed = min(num_packed, size * batch.num_tokens)
+        return cls(size, batch.num_tokens, batch.shared_prefixes is not None, num_packed)
+
+    @property
+    def num_lines(self) -> int:
+        return self.num_packed or self.num_rows * self.num_tokens
+
+    def holds(self, other: "GraphKey") -> bool:
+        """Return whether its graph can compute what another one is for."""
+        more = self.num_rows - other.num_rows
+        is_of_kind = self[1:3] == other[1:3] and bool(self.num_packed) == bool(other.num_packed)
+        return is_of_kind and more >= 0 and self.num_lines >= other.num_lines + (more if self.num_packed else 0)
 
 
 class StandIns:
@@ -20,10 +50,9 @@ class StandIns:
 
     def choose(self, key: GraphKey, captured: Set[GraphKey]) -> GraphKey:
         """Return the graph that a step runs in: the one that it needs, to be captured now, or the next larger one."""
-        size, num_tokens, shares_prefixes = key
-        of_kind = [one for one in captured if one[0] > size and one[1:] == (num_tokens, shares_prefixes)]
-        if num_tokens == 1 or not of_kind:
+        larger = [] if key.num_tokens == 1 else [one for one in captured if one.holds(key)]
+        if not larger:
             return key
-        larger = min(of_kind)
-        self._num_lines[key] += (larger[0] - size) * num_tokens
-        return larger if self._num_lines[key] <= CAPTURE_LINES else key
+        smallest = min(larger, key=lambda one: one.num_lines)
+        self._num_lines[key] += smallest.num_lines - key.num_lines
+        return smallest if self._num_lines[key] <= CAPTURE_LINES else key

@@ -43,6 +43,10 @@ class Draws:
         num_tokens = proposals.num_tokens
         tables = line_tables(rows, proposals.num_row_tokens, num_tokens, temperatures, seeds, context_lens)
         host_rows, rows = proposals.rows_of_lines(host_rows), rows.repeat_interleave(num_tokens)
+        if (own := proposals.own_lines) is not None:
+            rows = rows[own]
+            lines = torch.arange(len(own), device=rows.device)
+            tables = LineTables(lines, tables.temperatures[own], tables.seeds[own], tables.positions[own])
         return Lines(range(len(host_rows)), host_rows, rows, context_lens, num_tokens, tables)
 
     def from_logits(self, logits: Tensor, lowest: Tensor | None, lines: Lines) -> Tensor:
@@ -74,5 +78,8 @@ class Draws:
         """Enter the drawn tokens that count, and return all; without proposals the draw has entered them."""
         if proposals is None:
             return token_ids
+        if proposals.own_lines is not None:
+            drawn = token_ids.new_full((len(rows) * proposals.num_tokens,), -1)
+            token_ids = drawn.index_copy_(0, proposals.own_lines, token_ids)
         drawn, tables = token_ids.view(len(rows), -1), (*self._tables[2:], self.num_counted)
         return enter_counted(drawn, proposals.token_ids, proposals.num_row_tokens, rows, *tables)

@@ -7,11 +7,15 @@ of single steps: they count, and `enter_counted` enters them.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.device import to_device
 from nanoinfer.engine.packet import AllSections, UploadedSections
+from nanoinfer.layers.attention.metadata import DecodeBatch
 
+MIN_SPARED = 64  # lines
 PADDING_LINE = -1  # the host row of a line that is none of a row's own
 
 
@@ -20,11 +24,13 @@ class Proposals(NamedTuple):
 
     token_ids: (num_rows, num_tokens - 1) int32, contiguous: a row's own ones, then any others. num_row_tokens:
     (num_rows,) int32, how many lines are a row's own: one more than proposals. host_counts: the same on the host.
+    own_lines: (num_own,) int64: lines are packed, which these are among num_tokens of each row; None if they are not.
     """
 
     token_ids: Tensor
     num_row_tokens: Tensor
     host_counts: list[int]
+    own_lines: Tensor | None = None
 
     @classmethod
     def read(cls, on_host: AllSections, on_device: UploadedSections) -> "Proposals":
@@ -38,6 +44,20 @@ class Proposals(NamedTuple):
         """How many lines of logits every row has; those that are not its own are padding."""
         return self.token_ids.shape[1] + 1
 
+    @property
+    def num_lines(self) -> int:
+        """How many lines of logits there are."""
+        return len(self.host_counts) * self.num_tokens if self.own_lines is None else len(self.own_lines)
+
+    def packed(self) -> "Proposals":
+        """Return the same with packed lines, if that leaves out so many of them that the step takes less time."""
+        num_own, device = sum(self.host_counts), self.token_ids.device
+        least = 1 if device.type == "cpu" else max(MIN_SPARED, self.num_lines // 8)  # few more lines cost a GPU nothing
+        if self.num_lines - num_own < least:
+            return self
+        are_own = np.arange(self.num_tokens) < np.array(self.host_counts)[:, None]
+        return self._replace(own_lines=to_device(torch.from_numpy(np.flatnonzero(are_own)), device))
+
     def enter(self, rows: Tensor, token_ids: Tensor, context_lens: Tensor) -> None:
         """Enter proposals after the known tokens of rows, where the step finds them; they do not count as known.
 
@@ -47,9 +67,16 @@ class Proposals(NamedTuple):
         columns = (context_lens[rows].unsqueeze(1) + places).clamp(max=token_ids.shape[1] - 1)
         token_ids[rows.unsqueeze(1), columns] = self.token_ids
 
+    def added_to(self, batch: DecodeBatch) -> DecodeBatch:
+        """Return a batch whose rows have these proposals."""
+        num_packed = 0 if self.own_lines is None else len(self.own_lines)
+        return batch._replace(num_tokens=self.num_tokens, num_row_tokens=self.num_row_tokens, num_packed=num_packed)
+
     def rows_of_lines(self, host_rows: list[int]) -> list[int]:
         """Return the row of each line of a step, given those of the step."""
         num_tokens, rows = self.num_tokens, list[int]()
         for row, count in zip(host_rows, self.host_counts, strict=True):
-            rows += [row] * count + [PADDING_LINE] * (num_tokens - count)
+            rows += [row] * count
+            if self.own_lines is None:
+                rows += [PADDING_LINE] * (num_tokens - count)
         return rows

@@ -154,6 +154,10 @@ class Sampler:
         """Whether a row wants log-probabilities of its prompt's tokens."""
         return bool(self._prompt_logprobs.by_row)
 
+    def copies(self, host_rows: list[int]) -> bool:
+        """Return whether logits of any of these rows are changed, or read whole, beside masks."""
+        return not set().union(*self._copied_rows).isdisjoint(host_rows)
+
     def read_prompts(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[SideOutput]:
         """Return the log-probabilities that rows want of these chunks' tokens; see `PromptLogprobsReader.read`."""
         return self._prompt_logprobs.read(model, hidden, chunks) if self._prompt_logprobs.by_row else []

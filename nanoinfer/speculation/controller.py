@@ -6,7 +6,7 @@ is measured as steps come: for plain steps, and relative to these for steps with
 of tokens. Until such steps have been measured twice, their cost is a guess that invites a trial.
 """
 
-from collections import deque
+from collections import Counter, deque
 
 from nanoinfer.engine.interfaces import row_sizes
 
@@ -15,7 +15,8 @@ NUM_NEEDED = 2  # before that, captures of graphs and compilations would be beli
 MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
 GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
 GUESSED_ROWS = 1024  # of so many tokens more, a step is guessed to take twice as long
-FEW_ROWS = (1, 2, 4, 8, 16)
+FEW_ROWS = 16
+NUM_REMEMBERED = 512  # plain steps after which what proposals cost is forgotten, and tried again
 NUM_TRUSTED = 4.0  # proposals that an estimate begins with
 MOST_EQUAL = 16  # tokens that estimates tell apart
 
@@ -54,17 +55,22 @@ class Acceptance:
 class Controller:
     """Chooses how many tokens are proposed for each row of a step.
 
-    most: proposals of a row. Counts of rows are taken together up to the next power of two.
+    most: proposals of a row. Numbers of rows are rounded up to a power of two, and from 32 on to a multiple of 32.
     """
 
     def __init__(self, most: int) -> None:
         self.choices = [size - 1 for size in row_sizes(most + 1)]
         self._plain: dict[int, deque[float]] = {}  # seconds, by number of rows
+        self._num_plain = Counter[int]()  # of these that came
         self._ratios: dict[tuple[int, int], deque[float]] = {}  # to a plain step; by rows and proposals of a row
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """Note the time of a plain step."""
-        self._plain.setdefault(_size(num_rows), deque(maxlen=NUM_KEPT)).append(seconds)
+        size = _size(num_rows)
+        self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
+        self._num_plain[size] += 1
+        if self._num_plain[size] % NUM_REMEMBERED == 0:  # something else may have taken the time of a trial
+            self._ratios = {key: ratios for key, ratios in self._ratios.items() if key[0] != size}
 
     def note(self, num_rows: int, num_proposals: int, seconds: float) -> None:
         """Note the time of a step that has waited, and has so many proposals a row."""
@@ -75,12 +81,16 @@ class Controller:
     def plain_seconds(self, num_rows: int) -> float | None:
         """Return what a plain step of so many rows takes; None before that is known.
 
-        Few rows take nearly as long as twice as many, because a step reads all weights. So what these take is believed
-        at the end of a job, when rows become fewer.
+        What more rows take is scaled down: few rows take nearly as long, because a step reads all weights, and many
+        rows at least half as long and in proportion. So proposals go on to pay when rows become fewer.
         """
         size = _size(num_rows)
-        sizes = [size, *(more for more in FEW_ROWS if more > size)]
-        return next((seconds for one in sizes if (seconds := _median(self._plain.get(one, ()))) is not None), None)
+        if (known := _median(self._plain.get(size, ()))) is not None:
+            return known
+        for larger in sorted(one for one in self._plain if one > size):
+            if (known := _median(self._plain[larger])) is not None:
+                return known if larger <= FEW_ROWS else known * (1 + num_rows / larger) / 2
+        return None
 
     def cost(self, num_rows: int, num_proposals: int) -> float:
         """Return what a step with so many proposals a row takes, relative to a plain one."""
@@ -90,8 +100,9 @@ class Controller:
         for fewer in reversed([one for one in (0, *self.choices) if one < num_proposals]):
             if (known := _median(self._ratios.get((size, fewer), ()))) is not None:
                 return known + more * (num_proposals - fewer)
-        guess, twice_as_many = GUESSED_WAIT + more * num_proposals, self._ratios.get((2 * size, num_proposals), ())
-        return guess if (known := _median(twice_as_many)) is None else min(known, guess)
+        guess = GUESSED_WAIT + more * num_proposals
+        of_more_rows = (self._ratios[key] for key in sorted(self._ratios) if key[0] > size and key[1] == num_proposals)
+        return min((guess, *(known for one in of_more_rows if (known := _median(one)) is not None)))
 
     def choose(self, num_rows: int, expected: list[float], has_waited: bool = False) -> int:
         """Return how many tokens to propose for each row; 0 if a step without proposals is better.
@@ -112,8 +123,8 @@ class Controller:
 
 
 def _size(num_rows: int) -> int:
-    """Return the least power of two that is not below."""
-    return 1 << (num_rows - 1).bit_length()
+    """Return a number of rows that stands for a few smaller ones, too."""
+    return 1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32
 
 
 def _median(values: "deque[float] | tuple[()]") -> float | None:

@@ -3,9 +3,9 @@
 A step that waits finds out at once where a text begins to repeat, and one that overlaps a step later. So after
 proposals have paid, steps wait on for a while, even those without any, as long as what was saved lately pays for it.
 
-Where many rows run, only a few are watched until their texts promise a gain: to index the prompts of all would take
-time. Watched rows are drafted for while plain steps overlap, and their drafts are judged by the tokens that come. So
-text that repeats nothing costs next to nothing, and its steps overlap as without a proposer.
+Where many rows run, only a few are watched until their texts promise a gain (`watch.py`). Watched rows are drafted for
+while plain steps overlap, and their drafts are judged by the tokens that come. So text that repeats nothing costs next
+to nothing, and its steps overlap as without a proposer.
 
 A form, such as a JSON schema, leaves no choice about many tokens. These are proposed before what the text repeats.
 """
@@ -15,6 +15,8 @@ import math
 import time
 from array import array
 from collections import Counter
+from itertools import accumulate, takewhile
+from operator import mul
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
@@ -24,11 +26,14 @@ from nanoinfer.metrics import EngineMetrics
 from nanoinfer.speculation.controller import Acceptance, Controller
 from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
 from nanoinfer.speculation.text_index import num_right
+from nanoinfer.speculation.watch import MAX_WATCHED, Watch
 from nanoinfer.speculative_config import SpeculativeOptions
 
 logger = logging.getLogger("nanoinfer")
 
-MAX_WATCHED = 8  # rows, while proposals do not pay
+NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
+# Of many rows each proposal takes time, since steps are bound by arithmetic: it has to be as likely as rows / this.
+ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 
@@ -37,12 +42,14 @@ class StepStart(NamedTuple):
     """Says what was known when a step began.
 
     num_proposed: of each row; None if the step overlaps with the one before it. num_tokens: that had been generated.
+    num_overlapped: steps up to this one that overlap, one after the other.
     """
 
     time: float  # perf_counter
     num_rows: int
     num_proposed: int | None
     num_tokens: int
+    num_overlapped: int
 
 
 class DraftedRow:
@@ -74,6 +81,11 @@ class DraftedRow:
             self.num_forced = len(forced)
             self.draft[: self.num_forced] = forced
 
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """What its proposals are believed by: forced ones, equal tokens before them, all that are drafted."""
+        return self.num_forced, self.num_equal, len(self.draft)
+
     def _judge(self, came: "array[int]", of_text: Acceptance, of_forms: Acceptance) -> None:
         right, num_forced = num_right(self.draft, came), self.num_forced
         judged = min(right + 1, len(came))
@@ -98,6 +110,8 @@ class Speculator:
         self._controller = Controller(max_num_tokens)
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
+        self._num_worth: dict[tuple[int, int, int], int] = {}  # proposals, by the kind of a row
+        self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
         self._pays = False  # whether the next step is to wait, because proposals pay or have paid lately
@@ -107,7 +121,8 @@ class Speculator:
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
         if not self._pays:
-            self._pays = self._choose_by_watched(seqs, num_unknown=1) > 0
+            promises = self._choose_by_watched(seqs, num_unknown=1) > 0
+            self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
         self._is_asked = not self._pays
         return self._pays
 
@@ -120,21 +135,36 @@ class Speculator:
         num_proposed = 0
         proposed: list[list[int]] = []
         if not in_flight:
-            pays = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
-            rows = [self._row_of(seq) for seq in seqs] if pays else []
+            looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
+            rows = [self._row_of(seq) for seq in seqs] if looks else []
             expected = self._expected(len(seqs), rows)
             num_proposed = self._controller.choose(len(seqs), expected, has_waited=True)
+            pays = self._controller.choose(len(seqs), expected) > 0
+            if self._last is not None and self._last.num_proposed is None:
+                self._watch.note(was_right=pays)
             is_known = self._controller.plain_seconds(len(seqs)) is not None
-            self._pays = is_known and (self._num_saved > 0 or self._controller.choose(len(seqs), expected) > 0)
+            self._pays = is_known and (pays or self._num_saved > 0)
             if num_proposed:
-                proposed = [[] if row is None else row.draft[:num_proposed] for row in rows]
-        now, num_tokens = time.perf_counter(), self._stats.num_generated_tokens
-        self._last = StepStart(now, len(seqs), None if overlaps else num_proposed, num_tokens)
+                proposed = [self._proposals_of(row, num_proposed) for row in rows]
+        self._last = StepStart(
+            time=time.perf_counter(),
+            num_rows=len(seqs),
+            num_proposed=None if overlaps else num_proposed,
+            num_tokens=self._stats.num_generated_tokens,
+            num_overlapped=self._last.num_overlapped + 1 if overlaps and self._last is not None else int(overlaps),
+        )
         return proposed
+
+    def _proposals_of(self, row: DraftedRow | None, most: int) -> list[int]:
+        """Return as many of a row's draft as are worth their lines, at most so many."""
+        return row.draft[: min(most, self._num_worth[row.kind])] if row and row.draft else []
 
     def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
         """Return how many tokens to propose for each, as far as the few rows say that are watched and stand for all."""
-        rows = [self._row_of(seq) for seq in seqs[:MAX_WATCHED]]
+        watched = seqs
+        if len(seqs) > MAX_WATCHED:
+            watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
+        rows = [self._row_of(seq) for seq in watched]
         expected = self._expected(len(seqs), rows, num_unknown)
         return self._controller.choose(len(seqs), expected) if expected else 0
 
@@ -152,21 +182,23 @@ class Speculator:
     def _expected(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> list[float]:
         """Return how many of so many sequences are expected to have a right proposal first, second, and so on.
 
-        rows: of all of them, or of some. num_unknown: tokens that come before the next step, so drafts have to be right
-        about them, too.
+        Drafts are cut where proposals are not worth their lines. rows: of all of them, or of some. num_unknown: tokens
+        that come before the next step, so drafts have to be right about them, too.
         """
-        share = len(rows) / max(1, num_seqs)
-        expected: list[float] = []
-        drafts = Counter([(row.num_forced, row.num_equal, len(row.draft)) for row in rows if row and row.draft])
-        for (num_forced, num_equal, num_drafted), count in drafts.items():  # rows of a kind, of which there are few
+        share, least = len(rows) / max(1, num_seqs), min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE)
+        expected, self._num_worth = list[float](), {}
+        drafts = Counter([row.kind for row in rows if row and row.draft])
+        for kind, count in drafts.items():  # rows of a kind, of which there are few
+            num_forced, num_equal, num_drafted = kind
             each = self._of_forms.probabilities(0, num_forced) if num_forced else []
             if num_free := num_drafted - num_forced:
                 each += self._of_text.probabilities(num_equal + num_forced, num_free + num_unknown)
-            right = math.prod(each[:num_unknown]) * count / share
-            expected += [0.0] * (len(each) - num_unknown - len(expected))
-            for place, chance in enumerate(each[num_unknown:]):
-                right *= chance
-                expected[place] += right
+            right = math.prod(each[:num_unknown])
+            chances = [*takewhile(lambda chance: chance >= least, accumulate(each[num_unknown:], mul, initial=1.0))][1:]
+            self._num_worth[kind] = len(chances)
+            expected += [0.0] * (len(chances) - len(expected))
+            for place, chance in enumerate(chances):
+                expected[place] += right * chance * count / share
         return expected
 
     def _notice_ends(self, seqs: list[Sequence]) -> None:
@@ -189,7 +221,8 @@ class Speculator:
         if last is None or last.num_rows != num_rows or num_rows == 0:
             return
         seconds, num_before = time.perf_counter() - last.time, last.num_proposed
-        if (num_before is None and overlaps) or (num_before == 0 and not self._overlaps):
+        # The first ones that overlap are launched faster than the device computes.
+        if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (num_before == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
         elif num_before is not None and not overlaps:
             self._controller.note(num_rows, num_before, seconds)

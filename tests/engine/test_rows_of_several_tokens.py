@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.layers.attention.metadata import PackedLines
+from nanoinfer.sampling.proposals import Proposals
 from nanoinfer.token_ids import NO_TOKEN, NOT_COUNTED
 from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
 from tests.proposers import KnownTexts, assert_same_answers, engine_of, proposing_llm
@@ -364,3 +367,30 @@ def test_states_go_on_in_steps_without_proposals_and_begin_anew_after_sleep(two:
         for one in two:
             one.sleep()
             one.wake_up()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM"])
+def test_so_they_do_without_padding_between_rows(
+    architecture: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no option counts on equally many lines of each row."""
+    plain = replace(GREEDY, logprobs=None)
+    params = [plain, replace(plain, temperature=1.0), replace(plain, temperature=0.9, top_k=20, top_p=0.9, n=3)] * 3
+    packed, num_packed = Proposals.packed, list[int]()
+
+    def noted(proposals: Proposals) -> Proposals:
+        result = packed(proposals)
+        num_packed.append(result.num_lines - len(proposals.host_counts) * proposals.num_tokens)
+        return result
+
+    monkeypatch.setattr(Proposals, "packed", noted)
+    compare(folders(architecture), draw_prompts()[:9], params)
+    assert min(num_packed) < -10, "lines of padding are left out"
+
+
+def test_packed_lines_are_those_of_rows_one_after_the_other() -> None:
+    lines = PackedLines.of(torch.tensor([2, 1, 3], dtype=torch.int32), num_tokens=3, num_packed=8)
+    assert lines.unpacked[:6].tolist() == [0, 1, 3, 6, 7, 8]
+    assert lines.packed.tolist() == [0, 1, 1, 2, 2, 2, 3, 4, 5]
+    assert lines.are_own.tolist() == [True] * 6 + [False] * 2
+    assert lines.unpacked.max() < 9

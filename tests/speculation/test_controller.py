@@ -1,6 +1,7 @@
 """Proposals are made where steps have been found to pay for them."""
 
 import itertools
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, cast
 
@@ -9,10 +10,11 @@ import pytest
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.speculation import speculator
+from nanoinfer.speculation import speculator, watch
 from nanoinfer.speculation.controller import Acceptance, Controller
-from nanoinfer.speculation.speculator import FORM_PRIOR, MAX_WATCHED, Speculator
+from nanoinfer.speculation.speculator import FORM_PRIOR, Speculator
 from nanoinfer.speculation.text_index import num_right
+from nanoinfer.speculation.watch import MAX_WATCHED
 from tests.engine.test_host_work import counted_calls
 from tests.speculation.test_drafts import options_of
 
@@ -126,7 +128,10 @@ def take(seqs: list[Sequence], texts: list[list[int]], proposed: list[list[int]]
 
 
 def sequences(num: int, prompt: int = 20) -> list[Sequence]:
-    return [Sequence(index, [*range(index * 1000, index * 1000 + prompt)], SamplingParams()) for index in range(num)]
+    seqs = [Sequence(index, [*range(index * 1000, index * 1000 + prompt)], SamplingParams()) for index in range(num)]
+    for seq in seqs:
+        seq.status = SequenceStatus.RUNNING
+    return seqs
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 256])
@@ -141,12 +146,13 @@ def test_text_that_repeats_nothing_has_plain_steps_and_few_rows_are_indexed(
     assert stats.draft_seconds_saved == 0
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(1, 20), (16, 90), (256, 90)])
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 20), (16, 100), (256, 100)])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_a_step_of_text_that_repeats_nothing_takes_few_calls(
     method: str, num_rows: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many rows there are; a step of 256 rows calls 150 functions without proposals."""
+    """However many rows there are; a step of 256 rows calls 150 functions without proposals. Steps are so long here
+    that each begins to watch one more row."""
     spec, clock = Speculator(options_of(method, most=8), 8, True, EngineMetrics()), FakeTime(monkeypatch)
     seqs, steps = sequences(num_rows), list[int]()
     for step in range(12):
@@ -169,6 +175,41 @@ def test_text_that_copies_its_prompt_has_proposals_and_what_they_save_is_counted
     texts = [seq.prompt_token_ids * 6 for seq in seqs]
     assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 50, "single steps would be a hundred"
     assert stats.draft_seconds_saved > 30
+
+
+@pytest.mark.parametrize("first", [0, 20, 28])
+def test_rows_that_begin_to_repeat_are_found_wherever_they_are(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of 32 rows. All have 300 tokens of nothing before."""
+    stats, seqs = EngineMetrics(), sequences(32, prompt=100)
+    monkeypatch.setattr(watch, "TOKENS_A_SECOND", 50)  # so that a turn takes two to nine steps
+    spec = Speculator(options_of("suffix", most=8), 8, True, stats)
+    texts = []
+    for seq in seqs:
+        its_own = [*seq.prompt_token_ids, *range(10**6 + 1000 * seq.seq_id, 10**6 + 1000 * seq.seq_id + 300)]
+        repeats = first <= seq.seq_id < first + 4
+        rest = its_own[-300:] * 4 if repeats else range(10**7 * (1 + seq.seq_id), 10**7 * (1 + seq.seq_id) + 400)
+        texts.append([*its_own, *rest])
+    assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 700 + 150, "1,200 tokens of four rows"
+
+
+def test_one_row_of_many_that_repeats_does_not_make_all_wait_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, seqs, clock = EngineMetrics(), sequences(64), FakeTime(monkeypatch)
+    spec = Speculator(options_of("suffix", most=8), 8, True, stats)
+    texts = [[*seq.prompt_token_ids, *range(10**6 * (1 + seq.seq_id), 10**6 * (1 + seq.seq_id) + 500)] for seq in seqs]
+    texts[0] = seqs[0].prompt_token_ids * 26
+    waited = []
+    monkeypatch.setattr(Speculator, "waits", noting(Speculator.waits, waited))
+    run(spec, stats, seqs, texts, clock)
+    assert sum(waited) < 12, "it looks at all after 2, 4, 8 promises, and so on"
+    assert sum(waited) > 2
+
+
+def noting(method: Callable[..., bool], results: list[bool]) -> Callable[..., bool]:
+    def call(*args: Any) -> bool:
+        results.append(method(*args))
+        return results[-1]
+
+    return call
 
 
 class Form:

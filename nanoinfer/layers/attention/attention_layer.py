@@ -34,4 +34,6 @@ class Attention(nn.Module):
         q, k, v = backend.rotate_and_store(qkv, norm_weights, self.norm_eps, positions, rotary_emb, cache, metadata)
         if isinstance(metadata, PrefillMetadata):
             return backend.prefill(q, k, v, cache, metadata, sinks)
+        if (lines := metadata.lines) is not None:
+            return backend.decode(q[lines.packed], cache, metadata, sinks)[lines.unpacked]
         return backend.decode(q, cache, metadata, sinks)

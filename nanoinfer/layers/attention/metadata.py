@@ -72,6 +72,29 @@ class DecodeBatch(NamedTuple):
     shared_prefixes: SharedPrefixes | None = None  # None: no rows share a prefix
     num_tokens: int = 1  # of every row: see `DecodeMetadata`
     num_row_tokens: Tensor | None = None
+    num_packed: int = 0  # lines that are computed if there is no padding between rows; 0: each row has num_tokens
+
+
+class PackedLines(NamedTuple):
+    """Says where the lines of rows are if there is no padding between rows, as products have them.
+
+    Attention has num_tokens lines of every row: line i * num_tokens + j is token j of row i.
+    """
+
+    unpacked: Tensor  # (num_packed,) int64: which of these lines each packed one is
+    packed: Tensor  # (num_rows * num_tokens,) int64: the packed line of each; for padding, the last one of its row
+    are_own: Tensor  # (num_packed,) bool: False for padding after the last row
+
+    @classmethod
+    def of(cls, num_row_tokens: Tensor, num_tokens: int, num_packed: int) -> "PackedLines":
+        """Pack the lines of rows that have so many tokens, (num_rows,) int32. The host does not wait for the device."""
+        starts, device = cumulative_lens(num_row_tokens), num_row_tokens.device
+        line = torch.arange(num_packed, dtype=torch.int32, device=device)
+        row = torch.searchsorted(starts[1:], line, right=True).clamp(max=len(num_row_tokens) - 1)
+        unpacked = row * num_tokens + (line - starts[row]).clamp(max=num_tokens - 1)
+        token = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        packed = starts[:-1, None] + torch.minimum(token, num_row_tokens[:, None] - 1)
+        return cls(unpacked, packed.flatten().long(), line < starts[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +113,7 @@ class DecodeMetadata:
     shared_prefixes: SharedPrefixes | None = None  # a backend may ignore them
     num_tokens: int = 1  # lines of every row
     num_row_tokens: Tensor | None = None  # (num_rows,) int32: real tokens of each row; None if num_tokens is 1
+    lines: PackedLines | None = None  # of the slots, and of what comes to attention and goes from it; None: as above
     plans: Mapping[Hashable, Any] = field(default_factory=dict)  # by backend, or by its spec: what it has prepared
 
     def with_a_row_for_each_token(self) -> "DecodeMetadata":

@@ -58,6 +58,7 @@ class TransformersModel(nn.Module):
 
     is_tied = False  # what is tied has one name that is read
     unused_prefixes: tuple[str, ...] = ()
+    packs_lines = False
 
     def __init__(
         self, model: SplitModel, config: TransformersConfig, max_positions: int, backends: AttentionBackends
