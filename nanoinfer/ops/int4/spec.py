@@ -8,8 +8,17 @@ Instead of numbers there may be values of e2m1 (OCP Microscaling Formats 1.0), w
 Eight numbers are packed in an int32. A block of 128 inputs is 16 words: bits 4 i to 4 i + 3 of word w hold input
 16 i + w, so that the i-th number of all words meets 16 neighbouring inputs. Where 128 does not divide the number of
 inputs, blocks are smaller alike.
+
+Values of e2m1 are packed for bfloat16, which wants their signs in bit 15 and their sizes in bits 8 to 6. Two
+neighbouring words share their sixteen values: the first one holds i = 0 to 3 of both, the second one i = 4 to 7. A
+word's lower half begins with values of even inputs, its upper half with values of odd ones; `E2M1_BITS` says where
+each bit lies. So one word becomes four registers of two values each by nine operations: for three of them a shift or a
+rotation at most, and a mask. Four bits in each half-word do not allow fewer: its 16 bits are no union of four shifted
+copies of such a mask.
 """
 
+from functools import reduce
+from itertools import product
 from math import gcd
 from typing import NamedTuple
 
@@ -35,6 +44,12 @@ SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums 
 MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which the kernels read a weight in 4 bits; for more it is widened first
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 0 to 7; with 8 added, the same below 0
+# Of the four values of e2m1 that belong to a word's lower half: the bit of the word that holds the sign, and those of
+# the size, the highest first. Those that belong to the upper half lie 16 bits further, modulo 32.
+E2M1_BITS = ((15, 8, 7, 6), (21, 14, 13, 12), (11, 4, 3, 2), (17, 10, 9, 0))
+# The same of a value in 16 bits: its sign, two bits of its exponent, and the highest one of its mantissa. It is the
+# value of e2m1 times 2**-14, or times 2**-126.
+FLOAT16, BFLOAT16 = (15, 11, 10, 9), (15, 8, 7, 6)
 
 
 class PackedWeight(NamedTuple):
@@ -42,8 +57,8 @@ class PackedWeight(NamedTuple):
 
     scales: float32, (..., num_outputs, num_groups), or (..., num_outputs), one for all inputs of an output; or uint8,
     exponents of 2 with 127 added (e8m0; 255 is NaN). zeros: the same shape, uint8; None: 8. groups: (..., num_inputs)
-    int32, the group of each input; None: they are in order. is_e2m1: whether the numbers are bits of e2m1; then there
-    are no zero points.
+    int32, the group of each input; None: they are in order. is_e2m1: whether the numbers are bits of e2m1, packed by
+    `pack_e2m1`; then there are no zero points.
     """
 
     numbers: Tensor  # (..., num_outputs, num_inputs / 8) int32
@@ -80,13 +95,52 @@ def unpack(words: Tensor, block: int) -> Tensor:
     return torch.stack(numbers, dim=-2).flatten(-3)
 
 
+def pack_e2m1(numbers: Tensor, block: int) -> Tensor:
+    """Pack bits of e2m1 as `pack` packs numbers. A block has 16 inputs or a multiple of that."""
+    first, second = pack(numbers, block).unflatten(-1, (-1, 2)).unbind(-1)
+    words = torch.stack((first & 0xFFFF | second << 16, first >> 16 & 0xFFFF | second & ~0xFFFF), dim=-1)
+    packed = torch.zeros_like(words)
+    for index, places in enumerate(E2M1_BITS):
+        for left, mask in turns((4 * index + 3, 4 * index + 2, 4 * index + 1, 4 * index), places).items():
+            packed |= _turned(words, left) & mask
+    return packed.flatten(-2)
+
+
+def _e2m1_values(words: Tensor, block: int) -> Tensor:
+    """Return the values of e2m1 of int32 words, (..., size / 8) -> (..., size) float32."""
+    pairs = words.unflatten(-1, (-1, block // PACKED // 2, 2)).unbind(-1)  # (..., blocks, words of a block / 2) each
+    bits = []
+    for word, places in product(pairs, E2M1_BITS):
+        parts = [_turned(word, left) & mask for left, mask in turns(places, FLOAT16).items()]
+        bits.append(reduce(torch.bitwise_or, parts))
+    return torch.stack(bits, dim=-2).view(torch.float16).flatten(-3).float() * 2.0**14
+
+
+def turns(sources: tuple[int, ...], targets: tuple[int, ...]) -> dict[int, int]:
+    """Return how bits of a word's halves reach their targets: masks, as int32, by how far the word is turned left.
+
+    sources, targets: of the value that begins in the lower half; for the other half 16 is added, modulo 32.
+    """
+    masks: dict[int, int] = {}
+    for source, target in zip(sources, targets, strict=True):
+        left = (target - source) % 32
+        for bit in (target, (target + 16) % 32):
+            masks[left] = masks.get(left, 0) | (1 << bit if bit < 31 else -(1 << 31))
+    return masks
+
+
+def _turned(words: Tensor, left: int) -> Tensor:
+    """Return int32 words whose bits are rotated to the left."""
+    return words if left == 0 else (words << left) | ((words >> (32 - left)) & ((1 << left) - 1))
+
+
 def dequantize(weight: PackedWeight) -> Tensor:
     """Return a weight in float32."""
-    numbers = unpack(weight.numbers, block_size(weight.numbers.shape[-1] * PACKED))
+    block = block_size(weight.numbers.shape[-1] * PACKED)
     if weight.is_e2m1:
-        values = torch.tensor((*E2M1, *(-value for value in E2M1)), device=numbers.device)[numbers.int()]
+        values = _e2m1_values(weight.numbers, block)
         return values * _of_inputs(powers_of_2(weight.scales), values, weight.groups)
-    numbers = numbers.float()
+    numbers = unpack(weight.numbers, block).float()
     scales = _of_inputs(weight.scales, numbers, weight.groups)
     if weight.zeros is None:
         return (numbers - ZERO) * scales

@@ -10,13 +10,14 @@ kernel of its own (`hopper.py`).
 - Each group is summed by itself and then multiplied by its scale, in float32. Powers of two multiply the weight.
 """
 
+import itertools
 import math
 
 import triton
 import triton.language as tl
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.int4.spec import COLUMNS, has_hopper_kernel
+from nanoinfer.ops.int4.spec import BFLOAT16, COLUMNS, E2M1_BITS, FLOAT16, has_hopper_kernel, turns
 
 BLOCK = tl.constexpr(128)  # inputs that are packed together
 WORDS = tl.constexpr(16)  # of a block
@@ -47,29 +48,33 @@ def _ptx_of_numbers(above: str) -> str:
     return code + " }"
 
 
-def _ptx_of_e2m1(to: int, mask: str) -> str:
-    """Return the code for values of e2m1 (OCP Microscaling Formats 1.0) times 2**-126, or 2**-14 in float16.
+def _ptx_of_e2m1(bits: tuple[int, ...]) -> str:
+    """Return the code for values of e2m1, times a power of two, of two words that share them. bits: of the dtype.
 
-    Sign, two bits of exponent and one of mantissa are set where the dtype has these; its denormals stay exact.
+    Its denormals stay exact.
     """
-    code = _PTX_BEGINS
-    for place in range(8):
-        code += f"{_ptx_of_move('sign', place, 3, 15)} and.b32 sign, sign, 0x80008000;"
-        code += f"{_ptx_of_move('bits', place, 0, to)} lop3.b32 ${place}, bits, {mask}, sign, 0xea;"
+    code = "{ .reg .b32 low, high, bits; mov.b32 low, $8; mov.b32 high, $9;"
+    for place, (word, places) in enumerate(itertools.product(("low", "high"), E2M1_BITS)):
+        code += f" mov.b32 ${place}, 0;"
+        for left, mask in turns(places, bits).items():
+            # Where no bit comes round, a shift will do: units that have time multiply instead.
+            turn = f"shl.b32 bits, {word}," if mask % 2**left == 0 else f"shf.l.wrap.b32 bits, {word}, {word},"
+            code += f" {turn} {left}; lop3.b32 ${place}, bits, {mask & 0xFFFFFFFF:#010x}, ${place}, 0xea;"
     return code + " }"
 
 
 NUMBERS_BF16, NUMBERS_F16 = tl.constexpr(_ptx_of_numbers("0x43004300")), tl.constexpr(_ptx_of_numbers("0x64006400"))
-E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(6, "0x01c001c0")), tl.constexpr(_ptx_of_e2m1(9, "0x0e000e00"))
+E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(BFLOAT16)), tl.constexpr(_ptx_of_e2m1(FLOAT16))
 
 
 @triton.jit
 def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
     """Return the eight numbers of each word as eight tensors of bits. ASM: by PTX."""
-    if ASM:
-        plain: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
+    if ASM and E2M1:
         e2m1: tl.constexpr = E2M1_BF16 if dtype == tl.bfloat16 else E2M1_F16
-        code: tl.constexpr = e2m1 if E2M1 else plain
+        return _e2m1_numbers(words, e2m1)
+    elif ASM:
+        code: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
         return tl.inline_asm_elementwise(
             code,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
@@ -92,13 +97,71 @@ def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _e2m1_numbers(words, CODE: tl.constexpr):
+    """Do what `_numbers` does. Here it matters which words are neighbours, wherever threads have them."""
+    first, second = tl.split(tl.permute(tl.reshape(words, (words.shape[0] // 2, 2, words.shape[1])), (0, 2, 1)))
+    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        CODE,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+        [first, second],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return _halves(a), _halves(b), _halves(c), _halves(d), _halves(e), _halves(f), _halves(g), _halves(h)
+
+
+@triton.jit
+def _halves(words):
+    """Return the lower half of each word, and beneath it the upper one: (size, COLUMNS) -> (2 * size, COLUMNS)."""
+    halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return tl.reshape(tl.permute(halves, (0, 2, 1)), (2 * words.shape[0], words.shape[1]))
+
+
+@triton.jit
 def _number(words, index: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr):
-    number = (words >> (4 * index)) & 15
     if E2M1:
-        bits = (number & 8) << 12 | (number & 7) << (6 if dtype == tl.bfloat16 else 9)
+        bits = tl.trans(_e2m1_bits(_e2m1_halves(tl.trans(words))[index // 4], index % 4))
+        if dtype == tl.float16:
+            bits = _for_float16(bits)
     else:
-        bits = number | (0x4300 if dtype == tl.bfloat16 else 0x6400)
+        bits = (words >> (4 * index)) & 15 | (0x4300 if dtype == tl.bfloat16 else 0x6400)
     return bits.to(tl.int16)
+
+
+@triton.jit
+def _e2m1_halves(words):
+    """Return what holds the first four and the last four values of e2m1, each where `E2M1_BITS` says.
+
+    words: (lines, size), and so are both results.
+    """
+    first, second = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 2, 2)))
+    return _with_exchanged_halves(first, words.shape), _with_exchanged_halves(second, words.shape)
+
+
+@triton.jit
+def _with_exchanged_halves(words, shape: tl.constexpr):
+    return tl.reshape(tl.join(words, (words << 16) | ((words >> 16) & 0xFFFF)), shape)
+
+
+@triton.jit
+def _e2m1_bits(words, place: tl.constexpr):
+    """Return the bits of a value of e2m1 times 2**-126 in bfloat16."""
+    if place == 0:
+        bits = words
+    elif place == 1:
+        bits = words >> 6
+    elif place == 2:
+        bits = words << 4
+    else:
+        bits = (words >> 2) & 0x8180 | (words << 6) & 0x40
+    return bits & 0x81C0
+
+
+@triton.jit
+def _for_float16(bits):
+    """Return the bits of a value of e2m1 times 2**-14 in float16, from those for bfloat16."""
+    return bits & 0x8000 | (bits & 0x1C0) << 3
 
 
 @triton.jit
@@ -317,6 +380,8 @@ def _widen_kernel(
     mask = is_column[:, None] & (word < words_of_block)[None, :]
     words_ptrs = words_ptr + line[:, None] * (num_inputs // 8) + block * words_of_block + word[None, :]
     words = tl.load(words_ptrs, mask=mask, other=0)
+    if E2M1:
+        halves = _e2m1_halves(words)
     for index in tl.static_range(8):
         place = block * (8 * words_of_block) + index * words_of_block + word
         if is_even:
@@ -327,10 +392,9 @@ def _widen_kernel(
         else:
             groups = line[:, None] * num_groups + (place // group_size)[None, :]
             scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, mask)
-        if E2M1:
-            size = ((words >> (4 * index)) & 7).to(tl.float32)
-            size = tl.where(size < 4, size / 2, tl.where(size < 6, size - 2, 2 * size - 8))
-            numbers = tl.where(((words >> (4 * index)) & 8) != 0, -size, size)
+        if E2M1:  # from float16, since float32 would have denormals
+            bits = _for_float16(_e2m1_bits(halves[index // 4], index % 4))
+            numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
         else:  # the bits of a number, below those of 2**23 in float32, are 2**23 plus the number
             numbers = (((words >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608.0)
         wide = (numbers * scales).to(out_ptr.dtype.element_ty)
