@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from nanoinfer.ops.int4.spec import pack, pack_e2m1
+from nanoinfer.ops.int4.spec import E2M1_BITS, pack, pack_e2m1
 
 pytest.importorskip("triton")
 
@@ -64,3 +64,8 @@ def test_ptx_widens_the_numbers_of_two_words(is_e2m1: bool, is_bfloat16: bool) -
         for pair, found in zip(numbers, run(CODES[is_e2m1, is_bfloat16].value, *words), strict=True):
             low, high = (bits_of(number, is_e2m1, is_bfloat16) for number in pair)
             assert found == low | high << 16
+
+
+def test_values_of_e2m1_fill_a_word() -> None:
+    lower = [bit for bits in E2M1_BITS for bit in bits]
+    assert sorted([*lower, *((bit + 16) % 32 for bit in lower)]) == [*range(32)]

@@ -4,8 +4,11 @@ It computes what the two kernels of `triton.py` do, from the same tiles. As in `
 shares, the transposed product is computed, so that the weight is widened in registers, from where the tensor cores take
 it.
 
-- Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers.
+- Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers. The
+  exponents of MXFP4 take the same way: a load of its own would keep each block waiting.
 - A program is small, so that a multiprocessor has several: while one widens, another multiplies.
+- A tile whose second half has no pairs is computed as one of half its rows. So tiles may be large enough for experts
+  with many pairs, whose weights would else be widened several times.
 
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
@@ -39,11 +42,11 @@ TIMES_BF16 = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 def _times_power(bits, exponents, index: gl.constexpr, dtype: gl.constexpr):
     """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word, as `_power` of int4 does."""
     exponent = (exponents >> (8 * index)) & 255
-    # The power for two neighbours, as both halves of a word.
+    # For two neighbouring inputs, so in both halves of a word: (exponent + 126) << 7, or (exponent - 98) << 10.
     if dtype == gl.bfloat16:
         powers = exponent * 0x00800080 + 0x3F003F00
     else:
-        powers = gl.maximum(exponent, 98) * 0x04000400 + 0x77FE7800
+        powers = gl.maximum(exponent - 98, 0) * 0x04000400
     bits, powers = gl.broadcast(bits, gl.expand_dims(powers, 1))
     code: gl.constexpr = TIMES_BF16 if dtype == gl.bfloat16 else TIMES_F16
     values = gl.inline_asm_elementwise(code, "=r,r,r,r", [bits, powers], gl.int16, is_pure=True, pack=2)
@@ -265,7 +268,6 @@ def _hopper_int4_experts_kernel(
         return
     source = (x_ptr, words_desc, (scales_ptr, zeros_ptr), bias_ptr, x_row_stride, num_blocks)
     if pairs_ptr is not None and ROWS > 16:
-        # Without pairs in the second half, half the rows spare half of the tensor cores' time.
         if gl.load(pairs_ptr + first + ROWS // 2) < num_pairs:
             _compute_tile(
                 source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,

@@ -10,14 +10,21 @@ kernel of its own (`hopper.py`).
 - Each group is summed by itself and then multiplied by its scale, in float32. Powers of two multiply the weight.
 """
 
-import itertools
 import math
+from itertools import product
 
 import triton
 import triton.language as tl
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.int4.spec import BFLOAT16, COLUMNS, E2M1_BITS, FLOAT16, has_hopper_kernel, turns
+from nanoinfer.ops.int4.spec import (
+    COLUMNS,
+    E2M1_BITS,
+    E2M1_IN_BFLOAT16,
+    E2M1_IN_FLOAT16,
+    has_hopper_kernel,
+    rotations,
+)
 
 BLOCK = tl.constexpr(128)  # inputs that are packed together
 WORDS = tl.constexpr(16)  # of a block
@@ -29,42 +36,36 @@ TIMES_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf
 TIMES_F16 = tl.constexpr("mul.f16x2 $0, $1, $2;")
 WIDE_COLUMNS = 32  # outputs that a program widens, of one block
 
-# PTX. Two words, each with eight numbers -> for each place the numbers of both words, as bits of a 16-bit dtype. The
-# same halves of both words are put beside each other first.
-_PTX_BEGINS = "{ .reg .b32 low, high, bits, sign, above; prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632;"
-
-
-def _ptx_of_move(target: str, place: int, bit: int, to: int) -> str:
-    """Return the code that moves a bit of the numbers at a place of both words to a bit of 16."""
-    half, left = "high" if place > 3 else "low", to - 4 * (place % 4) - bit
-    return f" shl.b32 {target}, {half}, {left};" if left >= 0 else f" shr.u32 {target}, {half}, {-left};"
-
 
 def _ptx_of_numbers(above: str) -> str:
-    """Return the code for numbers plus 128 or 1,024: their bits are added below those of that power of two."""
-    code = f"{_PTX_BEGINS} mov.b32 above, {above};"
-    for place in range(8):
-        code += f"{_ptx_of_move('bits', place, 0, 0)} lop3.b32 ${place}, bits, 0x000f000f, above, 0xea;"
+    """Return PTX for the numbers of two words plus 128 or 1,024: their bits, below those of that power of two.
+
+    For each place, both words' numbers become the halves of a register. So halves of both words are joined first.
+    """
+    code = "{ .reg .b32 low, high, bits, above; prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632;"
+    code += f" mov.b32 above, {above};"
+    for place, (half, right) in enumerate(product(("low", "high"), (0, 4, 8, 12))):
+        code += f" shr.u32 bits, {half}, {right}; lop3.b32 ${place}, bits, 0x000f000f, above, 0xea;"
     return code + " }"
 
 
-def _ptx_of_e2m1(bits: tuple[int, ...]) -> str:
-    """Return the code for values of e2m1, times a power of two, of two words that share them. bits: of the dtype.
+def _ptx_of_e2m1(targets: tuple[int, ...]) -> str:
+    """Return PTX for the values of e2m1 (OCP Microscaling Formats 1.0) that two words share, times a power of two.
 
-    Its denormals stay exact.
+    targets: the dtype's bits, as `E2M1_IN_FLOAT16`. Its denormals stay exact.
     """
-    code = "{ .reg .b32 low, high, bits; mov.b32 low, $8; mov.b32 high, $9;"
-    for place, (word, places) in enumerate(itertools.product(("low", "high"), E2M1_BITS)):
+    code = "{ .reg .b32 first, second, bits; mov.b32 first, $8; mov.b32 second, $9;"
+    for place, (word, sources) in enumerate(product(("first", "second"), E2M1_BITS)):
         code += f" mov.b32 ${place}, 0;"
-        for left, mask in turns(places, bits).items():
-            # Where no bit comes round, a shift will do: units that have time multiply instead.
-            turn = f"shl.b32 bits, {word}," if mask % 2**left == 0 else f"shf.l.wrap.b32 bits, {word}, {word},"
-            code += f" {turn} {left}; lop3.b32 ${place}, bits, {mask & 0xFFFFFFFF:#010x}, ${place}, 0xea;"
+        for left, mask in rotations(sources, targets).items():
+            # Where no bit comes round a shift does, which the multipliers can take over.
+            rotate = f"shl.b32 bits, {word}," if mask % 2**left == 0 else f"shf.l.wrap.b32 bits, {word}, {word},"
+            code += f" {rotate} {left}; lop3.b32 ${place}, bits, {mask & 0xFFFFFFFF:#010x}, ${place}, 0xea;"
     return code + " }"
 
 
 NUMBERS_BF16, NUMBERS_F16 = tl.constexpr(_ptx_of_numbers("0x43004300")), tl.constexpr(_ptx_of_numbers("0x64006400"))
-E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(BFLOAT16)), tl.constexpr(_ptx_of_e2m1(FLOAT16))
+E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(E2M1_IN_BFLOAT16)), tl.constexpr(_ptx_of_e2m1(E2M1_IN_FLOAT16))
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _e2m1_numbers(words, CODE: tl.constexpr):
-    """Do what `_numbers` does. Here it matters which words are neighbours, wherever threads have them."""
+    """Do what `_numbers` does. Neighbours are named as such here, whichever threads hold them."""
     first, second = tl.split(tl.permute(tl.reshape(words, (words.shape[0] // 2, 2, words.shape[1])), (0, 2, 1)))
     a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
         CODE,
@@ -131,22 +132,24 @@ def _number(words, index: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr)
 
 @triton.jit
 def _e2m1_halves(words):
-    """Return what holds the first four and the last four values of e2m1, each where `E2M1_BITS` says.
+    """Return words that hold i = 0 to 3 and i = 4 to 7 of each word's values, in their lower halves.
 
-    words: (lines, size), and so are both results.
+    words: (lines, size), as are both results.
     """
     first, second = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 2, 2)))
-    return _with_exchanged_halves(first, words.shape), _with_exchanged_halves(second, words.shape)
+    return _with_rotated(first), _with_rotated(second)
 
 
 @triton.jit
-def _with_exchanged_halves(words, shape: tl.constexpr):
-    return tl.reshape(tl.join(words, (words << 16) | ((words >> 16) & 0xFFFF)), shape)
+def _with_rotated(words):
+    """Put behind each word the same with its halves exchanged: (lines, size) -> (lines, 2 * size)."""
+    rotated = (words << 16) | ((words >> 16) & 0xFFFF)
+    return tl.reshape(tl.join(words, rotated), (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
 def _e2m1_bits(words, place: tl.constexpr):
-    """Return the bits of a value of e2m1 times 2**-126 in bfloat16."""
+    """Return bits 0 to 15 of values of e2m1 times 2**-126 in bfloat16. See `E2M1_BITS`."""
     if place == 0:
         bits = words
     elif place == 1:
@@ -160,7 +163,7 @@ def _e2m1_bits(words, place: tl.constexpr):
 
 @triton.jit
 def _for_float16(bits):
-    """Return the bits of a value of e2m1 times 2**-14 in float16, from those for bfloat16."""
+    """Return the same bits for float16, of values times 2**-14."""
     return bits & 0x8000 | (bits & 0x1C0) << 3
 
 
