@@ -43,7 +43,7 @@ def _times_power(bits, exponents, index: gl.constexpr, dtype: gl.constexpr):
     """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word, as `_power` of int4 does."""
     exponent = (exponents >> (8 * index)) & 255
     # For two neighbouring inputs, so in both halves of a word: (exponent + 126) << 7, or (exponent - 98) << 10.
-    if dtype == gl.bfloat16:
+    if dtype == gl.bfloat16:  # noqa: SIM108  # a constant alone chooses the code
         powers = exponent * 0x00800080 + 0x3F003F00
     else:
         powers = gl.maximum(exponent - 98, 0) * 0x04000400
