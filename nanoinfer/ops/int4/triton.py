@@ -70,7 +70,10 @@ E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(E2M1_IN_BFLOAT16)), tl.constexpr
 
 @triton.jit
 def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
-    """Return the eight numbers of each word as eight tensors of bits. ASM: by PTX."""
+    """Return the eight numbers of each word as eight tensors of bits. ASM: by PTX.
+
+    The words that share values of e2m1 are neighbours in the last dimension.
+    """
     if ASM and E2M1:
         e2m1: tl.constexpr = E2M1_BF16 if dtype == tl.bfloat16 else E2M1_F16
         return _e2m1_numbers(words, e2m1)
@@ -99,8 +102,8 @@ def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _e2m1_numbers(words, CODE: tl.constexpr):
-    """Do what `_numbers` does. Neighbours are named as such here, whichever threads hold them."""
-    first, second = tl.split(tl.permute(tl.reshape(words, (words.shape[0] // 2, 2, words.shape[1])), (0, 2, 1)))
+    """Do what `_numbers` does. Which words are neighbours is said here, as threads may hold them in any way."""
+    first, second = tl.split(tl.reshape(words, (words.numel // 2, 2)))
     a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
         CODE,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
@@ -109,20 +112,28 @@ def _e2m1_numbers(words, CODE: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    return _halves(a), _halves(b), _halves(c), _halves(d), _halves(e), _halves(f), _halves(g), _halves(h)
+    return (
+        _halves(a, words.shape),
+        _halves(b, words.shape),
+        _halves(c, words.shape),
+        _halves(d, words.shape),
+        _halves(e, words.shape),
+        _halves(f, words.shape),
+        _halves(g, words.shape),
+        _halves(h, words.shape),
+    )
 
 
 @triton.jit
-def _halves(words):
-    """Return the lower half of each word, and beneath it the upper one: (size, COLUMNS) -> (2 * size, COLUMNS)."""
-    halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return tl.reshape(tl.permute(halves, (0, 2, 1)), (2 * words.shape[0], words.shape[1]))
+def _halves(words, shape: tl.constexpr):
+    """Return the lower half of each word, and next to it the upper one."""
+    return tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), shape)
 
 
 @triton.jit
 def _number(words, index: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr):
     if E2M1:
-        bits = tl.trans(_e2m1_bits(_e2m1_halves(tl.trans(words))[index // 4], index % 4))
+        bits = _e2m1_bits(_e2m1_words(words)[index // 4], index % 4)
         if dtype == tl.float16:
             bits = _for_float16(bits)
     else:
@@ -131,20 +142,16 @@ def _number(words, index: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr)
 
 
 @triton.jit
-def _e2m1_halves(words):
-    """Return words that hold i = 0 to 3 and i = 4 to 7 of each word's values, in their lower halves.
-
-    words: (lines, size), as are both results.
-    """
-    first, second = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 2, 2)))
-    return _with_rotated(first), _with_rotated(second)
+def _e2m1_words(words):
+    """Return words whose lower halves have the values of each word: i = 0 to 3, and i = 4 to 7."""
+    first, second = tl.split(tl.reshape(words, (words.numel // 2, 2)))
+    return _with_rotated(first, words.shape), _with_rotated(second, words.shape)
 
 
 @triton.jit
-def _with_rotated(words):
-    """Put behind each word the same with its halves exchanged: (lines, size) -> (lines, 2 * size)."""
-    rotated = (words << 16) | ((words >> 16) & 0xFFFF)
-    return tl.reshape(tl.join(words, rotated), (words.shape[0], 2 * words.shape[1]))
+def _with_rotated(words, shape: tl.constexpr):
+    """Put next to each word the same with its halves exchanged."""
+    return tl.reshape(tl.join(words, (words << 16) | ((words >> 16) & 0xFFFF)), shape)
 
 
 @triton.jit
@@ -267,6 +274,12 @@ def _scaled_block(numbers, exponents, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _transposed(x):
+    a, b, c, d, e, f, g, h = x
+    return tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d), tl.trans(e), tl.trans(f), tl.trans(g), tl.trans(h)
+
+
+@triton.jit
 def int4_tile_product(
     x_ptr,
     weight,  # pointers to words, scales and zero points (None: all are 8)
@@ -301,7 +314,10 @@ def int4_tile_product(
     acc = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
     for block in tl.range(first, end, num_stages=STAGES):
         words = tl.load(words_ptrs + block * WORDS, mask=is_line[None, :], other=0)
-        numbers = _numbers(words, dtype, E2M1, ASM)
+        if E2M1:
+            numbers = _transposed(_numbers(tl.trans(words), dtype, E2M1, ASM))
+        else:
+            numbers = _numbers(words, dtype, E2M1, ASM)
         for index in tl.static_range(128 // part_size):
             start = block * BLOCK + index * part_size
             x_mask = is_row[:, None]
@@ -384,7 +400,7 @@ def _widen_kernel(
     words_ptrs = words_ptr + line[:, None] * (num_inputs // 8) + block * words_of_block + word[None, :]
     words = tl.load(words_ptrs, mask=mask, other=0)
     if E2M1:
-        halves = _e2m1_halves(words)
+        shared = _e2m1_words(words)
     for index in tl.static_range(8):
         place = block * (8 * words_of_block) + index * words_of_block + word
         if is_even:
@@ -396,7 +412,7 @@ def _widen_kernel(
             groups = line[:, None] * num_groups + (place // group_size)[None, :]
             scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, mask)
         if E2M1:  # from float16, since float32 would have denormals
-            bits = _for_float16(_e2m1_bits(halves[index // 4], index % 4))
+            bits = _for_float16(_e2m1_bits(shared[index // 4], index % 4))
             numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
         else:  # the bits of a number, below those of 2**23 in float32, are 2**23 plus the number
             numbers = (((words >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608.0)
