@@ -267,22 +267,17 @@ def _hopper_int4_experts_kernel(
             _store_products(gl.zeros([LINES, ROWS], gl.float32, layout), products, num_choices, num_lines)
         return
     source = (x_ptr, words_desc, (scales_ptr, zeros_ptr), bias_ptr, x_row_stride, num_blocks)
-    if pairs_ptr is not None and ROWS > 16:
-        if gl.load(pairs_ptr + first + ROWS // 2) < num_pairs:
-            _compute_tile(
-                source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
-                GROUP_BLOCKS, E2M1, ROWS, LINES, STAGES, WARPS,
-            )  # fmt: skip
-        else:
+    if pairs_ptr is not None and ROWS > 16:  # noqa: SIM102  # a constant alone chooses the code
+        if gl.load(pairs_ptr + first + ROWS // 2) >= num_pairs:
             _compute_tile(
                 source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
                 GROUP_BLOCKS, E2M1, ROWS // 2, LINES, STAGES, WARPS,
             )  # fmt: skip
-    else:
-        _compute_tile(
-            source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
-            GROUP_BLOCKS, E2M1, ROWS, LINES, STAGES, WARPS,
-        )  # fmt: skip
+            return
+    _compute_tile(
+        source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
+        GROUP_BLOCKS, E2M1, ROWS, LINES, STAGES, WARPS,
+    )  # fmt: skip
 
 
 @gluon.jit
