@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
-from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
+from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack_e2m1
 from nanoinfer.ops.routing.spec import route
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
 
@@ -26,7 +26,7 @@ def random_mxfp4(num_experts: int, num_outputs: int, num_inputs: int) -> PackedW
     scales = torch.randint(119, 122, groups, device=CUDA, dtype=torch.uint8)
     filling = -num_inputs % BLOCK
     numbers = torch.nn.functional.pad(numbers, (0, filling))
-    return PackedWeight(pack(numbers, BLOCK), torch.nn.functional.pad(scales, (0, filling // 32)), is_e2m1=True)
+    return PackedWeight(pack_e2m1(numbers, BLOCK), torch.nn.functional.pad(scales, (0, filling // 32)), is_e2m1=True)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -35,7 +35,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert ((actual.float() - expected).abs() <= 2**-5 * (expected.abs() + size)).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 100, 600, 3000])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 100, 250, 600, 3000])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("in_mxfp4", [False, True])
 def test_experts_equal_their_specification_in_float32(sizes: tuple[int, ...], num_tokens: int, in_mxfp4: bool) -> None:
@@ -70,3 +70,32 @@ def test_experts_equal_their_specification_in_float32(sizes: tuple[int, ...], nu
         expected = specification(x.float(), *wide, ids, weights, CLAMPS)
         graph.replay()
         assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_common_kernel", [False, True])
+def test_tiles_with_few_pairs_and_full_ones_equal_their_specification(
+    by_common_kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts have from none to hundreds of pairs, so tiles have less than half of their rows, more, or all."""
+    if by_common_kernel:
+        monkeypatch.setattr("nanoinfer.ops.experts.triton.has_hopper_kernels", lambda *_: False)
+    torch.manual_seed(0)
+    num_experts, size = 16, 640
+    weights_of_both = [random_mxfp4(num_experts, outputs, size) for outputs in (2 * size, size)]
+    packed = [
+        ExpertWeights(
+            weight.numbers, weight.scales, bias=randn(num_experts, weight.numbers.shape[1]).to(dtype), is_e2m1=True
+        )
+        for weight in weights_of_both
+    ]
+    wide = [
+        ExpertWeights(dequantize(weight), bias=narrow.bias.float())
+        for weight, narrow in zip(weights_of_both, packed, strict=True)
+    ]
+    for num_tokens in (100, 200):
+        x = randn(num_tokens, size).to(dtype) * 0.1
+        chances = torch.arange(num_experts, device=CUDA).float().square() / 20
+        ids, weights = route(torch.randn(1, num_tokens, num_experts, device=CUDA) + chances, 4, True)
+        expected = expert_mlp.__wrapped__(x.float(), *wide, ids, weights, CLAMPS)
+        assert_close(expert_mlp(x, *packed, ids, weights, CLAMPS), expected)

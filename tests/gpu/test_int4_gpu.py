@@ -57,13 +57,19 @@ def test_a_product_of_few_rows_is_that_of_the_numbers(
         assert torch.equal(sums, int4_product(x, weight, num_parts)), "equal steps give equal bits"
 
 
+@pytest.mark.parametrize("by_common_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_values_of_e2m1_are_multiplied_exactly(dtype: torch.dtype) -> None:
+def test_values_of_e2m1_are_multiplied_exactly(
+    dtype: torch.dtype, by_common_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    is_hopper = has_hopper_kernels(torch.device("cuda", 0)) and not by_common_kernel
+    if by_common_kernel:  # which other GPUs have
+        monkeypatch.setattr("nanoinfer.ops.int4.triton.has_hopper_kernel", lambda *_: False)
     weight = random_weight(1000, 640, 32, False)._replace(is_e2m1=True)
     wide = dequantize(weight)
     assert torch.equal(widen(*weight[:3], dtype, is_e2m1=True), wide.to(dtype))
-    for num_rows in (1, 20, 64, *((100, 300) if has_hopper_kernels(torch.device("cuda", 0)) else ())):
+    for num_rows in (1, 20, 64, *((100, 300) if is_hopper else ())):
         x = torch.randn(num_rows, 640, device="cuda").to(dtype)
         sums = int4_product(x, weight, 2)
         expected = x.float() @ (wide if num_rows <= 64 else wide.to(dtype).float()).T

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack
+from nanoinfer.ops.int4.spec import BLOCK, PackedWeight, dequantize, pack_e2m1
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
 
 pytest.importorskip("triton")
@@ -70,7 +70,7 @@ def random_mxfp4(num_experts: int, num_outputs: int, num_inputs: int, seed: int)
     scales = torch.randint(122, 126, groups, generator=generator, dtype=torch.uint8)
     filling = -num_inputs % BLOCK
     numbers = torch.nn.functional.pad(numbers, (0, filling))
-    return PackedWeight(pack(numbers, BLOCK), torch.nn.functional.pad(scales, (0, filling // 32)), is_e2m1=True)
+    return PackedWeight(pack_e2m1(numbers, BLOCK), torch.nn.functional.pad(scales, (0, filling // 32)), is_e2m1=True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 
 from nanoinfer.ops.experts import triton as expert_kernels
 from nanoinfer.ops.int4 import triton as kernels
-from tests.kernels.helpers import loops_are_interpreted
+from tests.kernels.helpers import exact_bfloat16, loops_are_interpreted
+
+__all__ = ["exact_bfloat16"]
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
@@ -116,10 +118,12 @@ def test_experts_in_4_bits_equal_their_specification(num_tokens: int, group_size
 
 
 @loops_are_interpreted
+@pytest.mark.usefixtures("exact_bfloat16")
 def test_values_of_e2m1_equal_their_specification() -> None:
     weight = random_weight(48, 256, 32, False)._replace(is_e2m1=True)
-    wide = kernels.widen(*weight[:3], torch.float16, is_e2m1=True)
-    assert torch.equal(wide, dequantize(weight).half())
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        wide = kernels.widen(*weight[:3], dtype, is_e2m1=True)
+        assert torch.equal(wide, dequantize(weight).to(dtype))
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).half()
     sums = kernels.int4_product(x, weight, 2)
     torch.testing.assert_close(sums.float().sum(0), x.float() @ dequantize(weight).T, rtol=2e-3, atol=1e-2)

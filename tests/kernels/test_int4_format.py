@@ -4,6 +4,9 @@ import random
 import re
 
 import pytest
+import torch
+
+from nanoinfer.ops.int4.spec import E2M1_BITS, pack, pack_e2m1
 
 pytest.importorskip("triton")
 
@@ -19,7 +22,7 @@ def run(code: str, first: int, second: int) -> list[int]:
     def read(operand: str) -> int:
         return values[operand] if operand in values else int(operand, 0)
 
-    for name, operands in re.findall(r"(\w+)\.b?u?32 ([^;]*);", code.replace(".reg .b32", "")):
+    for name, operands in re.findall(r"(\w+)(?:\.l\.wrap)?\.b?u?32 ([^;]*);", code.replace(".reg .b32", "")):
         target, *rest = (operand.strip() for operand in operands.split(","))
         x, *others = map(read, rest)
         match name:
@@ -32,6 +35,8 @@ def run(code: str, first: int, second: int) -> list[int]:
                 result = x & others[0] | others[1]
             case "shl":
                 result = x << others[0]
+            case "shf":
+                result = (x << 32 | others[0]) >> 32 - others[1]
             case "shr":
                 result = x >> others[0]
             case "and":
@@ -51,9 +56,16 @@ def bits_of(number: int, is_e2m1: bool, is_bfloat16: bool) -> int:
 @pytest.mark.parametrize("is_bfloat16", [False, True])
 @pytest.mark.parametrize("is_e2m1", [False, True])
 def test_ptx_widens_the_numbers_of_two_words(is_e2m1: bool, is_bfloat16: bool) -> None:
-    draw = random.Random(0).getrandbits
+    draw = random.Random(0).randrange
     for _ in range(200):
-        words = draw(32), draw(32)
-        for place, pair in enumerate(run(CODES[is_e2m1, is_bfloat16].value, *words)):
-            low, high = (bits_of(word >> 4 * place & 15, is_e2m1, is_bfloat16) for word in words)
-            assert pair == low | high << 16
+        numbers = [[draw(16), draw(16)] for _ in range(8)]  # the i-th numbers of both words
+        packed = (pack_e2m1 if is_e2m1 else pack)(torch.tensor(numbers).flatten(), 16)
+        words = [word & 0xFFFFFFFF for word in packed.tolist()]
+        for pair, found in zip(numbers, run(CODES[is_e2m1, is_bfloat16].value, *words), strict=True):
+            low, high = (bits_of(number, is_e2m1, is_bfloat16) for number in pair)
+            assert found == low | high << 16
+
+
+def test_values_of_e2m1_fill_a_word() -> None:
+    lower = [bit for bits in E2M1_BITS for bit in bits]
+    assert sorted([*lower, *((bit + 16) % 32 for bit in lower)]) == [*range(32)]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoinfer import LLM, ModelError
-from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack
+from nanoinfer.ops.int4.spec import PackedWeight, block_size, dequantize, pack_e2m1
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
 from tests.models.test_architectures import draw_prompts, generate
 
@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def read_mxfp4(blocks: Tensor, scales: Tensor) -> PackedWeight:
     """A checkpoint's weight. blocks: (..., num_groups, 16) uint8. scales: (..., num_groups) uint8."""
     numbers = mxfp4_numbers(blocks)
-    return PackedWeight(pack(numbers, block_size(numbers.shape[-1])), scales, is_e2m1=True)
+    return PackedWeight(pack_e2m1(numbers, block_size(numbers.shape[-1])), scales, is_e2m1=True)
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, quantization: Any = MXFP4) -> None:

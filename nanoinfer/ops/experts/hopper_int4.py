@@ -4,8 +4,11 @@ It computes what the two kernels of `triton.py` do, from the same tiles. As in `
 shares, the transposed product is computed, so that the weight is widened in registers, from where the tensor cores take
 it.
 
-- Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers.
+- Bulk copies (TMA) bring the weight's blocks, and copies of 16 bytes gather the rows of x, into a ring of buffers. The
+  exponents of MXFP4 take the same way: a load of its own would keep each block waiting.
 - A program is small, so that a multiprocessor has several: while one widens, another multiplies.
+- A tile whose second half has no pairs is computed as one of half its rows. So tiles may be large enough for experts
+  with many pairs, whose weights would else be widened several times.
 
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
@@ -19,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
-from nanoinfer.ops.common.hopper import SWIZZLED, gather, load_tile
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, gather, load_tile
 from nanoinfer.ops.experts.hopper import gated, row_of_result
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.hopper import (
@@ -31,6 +34,7 @@ from nanoinfer.ops.int4.hopper import (
 )
 from nanoinfer.ops.int4.triton import BLOCK, TIMES_F16, WORDS
 
+EXPONENTS_LAYOUT = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
 TIMES_BF16 = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 
 
@@ -38,11 +42,14 @@ TIMES_BF16 = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 def _times_power(bits, exponents, index: gl.constexpr, dtype: gl.constexpr):
     """Return values of e2m1 times 2**(exponent - 127) for one byte of each line's word, as `_power` of int4 does."""
     exponent = (exponents >> (8 * index)) & 255
-    power = (exponent + 126) << 7 if dtype == gl.bfloat16 else gl.maximum(exponent - 98, 0) << 10
-    powers = gl.expand_dims(power.to(gl.int16).to(dtype, bitcast=True), 1)
-    numbers, powers = gl.broadcast(bits.to(dtype, bitcast=True), powers)
+    # For two neighbouring inputs, so in both halves of a word: (exponent + 126) << 7, or (exponent - 98) << 10.
+    if dtype == gl.bfloat16:  # noqa: SIM108  # a constant alone chooses the code
+        powers = exponent * 0x00800080 + 0x3F003F00
+    else:
+        powers = gl.maximum(exponent - 98, 0) * 0x04000400
+    bits, powers = gl.broadcast(bits, gl.expand_dims(powers, 1))
     code: gl.constexpr = TIMES_BF16 if dtype == gl.bfloat16 else TIMES_F16
-    values = gl.inline_asm_elementwise(code, "=r,r,r", [numbers, powers], gl.int16, is_pure=True, pack=2)
+    values = gl.inline_asm_elementwise(code, "=r,r,r,r", [bits, powers], gl.int16, is_pure=True, pack=2)
     return values.to(dtype, bitcast=True)
 
 
@@ -55,15 +62,6 @@ def _e2m1_block(words, exponents, dtype: gl.constexpr):
     third = _joined(_times_power(e, exponents, 2, dtype), _times_power(f, exponents, 2, dtype))
     fourth = _joined(_times_power(g, exponents, 3, dtype), _times_power(h, exponents, 3, dtype))
     return _joined(_joined(first, second), _joined(third, fourth))
-
-
-@gluon.jit
-def _load_terms(pointers, line, block, GROUP_BLOCKS: gl.constexpr, E2M1: gl.constexpr):
-    """Return what turns a block's numbers into values: powers of two of each 32 inputs, or scales and zero points."""
-    if E2M1:
-        return gl.load(pointers[0] + line + block)
-    else:
-        return _load_groups(pointers, line, block, 1, GROUP_BLOCKS)
 
 
 @gluon.jit
@@ -84,10 +82,15 @@ def _add_block(acc, words, x, terms, E2M1: gl.constexpr):
 
 
 @gluon.jit
-def _fill(words_desc, rows, line, distance, step, buffers, full, depth: gl.constexpr, STAGES: gl.constexpr):
-    """Begin to load a block: two parts of the weight's lines, `distance` lines apart, and x of each pair."""
-    x, words = buffers
-    x_ptrs, x_mask, k = rows
+def _fill(
+    words_desc, rows, line, distance, step, buffers, full, depth: gl.constexpr, E2M1: gl.constexpr, STAGES: gl.constexpr
+):
+    """Begin to load a block: two parts of the weight's lines, `distance` lines apart, and x of each pair.
+
+    Of MXFP4 the exponents, too: one word for each line.
+    """
+    x, words, exponents = buffers
+    x_ptrs, x_mask, k, exponents_ptrs = rows
     part: gl.constexpr = words.shape[1] // 2
     stage = step % STAGES
     barrier = full.index(stage)
@@ -98,16 +101,18 @@ def _fill(words_desc, rows, line, distance, step, buffers, full, depth: gl.const
     if depth % BLOCK != 0:
         mask = mask & gl.expand_dims(step * BLOCK + k < depth, 0)
     gather(x.index(stage), x_ptrs + step * BLOCK, mask=mask)
+    if E2M1:
+        gather(exponents.index(stage), exponents_ptrs + step)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
-def _load_pairs(pairs_ptr, tile, row, num_pairs, ROWS: gl.constexpr):
-    """Return the pairs of a tile's rows, as `tile_pairs` of `ops/routing` does."""
+def _load_pairs(pairs_ptr, first, row, num_pairs):
+    """Return the pairs of a tile's rows, as `tile_pairs` of `ops/routing` does. first: the tile's first place there."""
     if pairs_ptr is None:
-        return gl.where(row == 0, tile, num_pairs)
+        return gl.where(row == 0, first, num_pairs)
     else:
-        return gl.load(pairs_ptr + tile * ROWS + row)
+        return gl.load(pairs_ptr + first + row)
 
 
 @gluon.jit
@@ -144,48 +149,48 @@ def _tile_product(
     for index in gl.static_range(STAGES):
         mbarrier.init(full.index(index), count=32 * WARPS + 1)  # threads that copy rows, and one for the weight
     fence_async_shared()
+    exponents, exponents_ptrs = full, pointers[0]  # which are not read, but for MXFP4
+    if E2M1:
+        exponents = gl.allocate_shared_memory(gl.int32, [STAGES, acc.shape[0]], EXPONENTS_LAYOUT)
+        place = gl.arange(0, acc.shape[0], gl.BlockedLayout([1], [32], [WARPS], [0]))
+        line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
+        exponents_ptrs = pointers[0] + line.to(gl.int64) * num_blocks
     k = gl.arange(0, BLOCK, gl.SliceLayout(0, GATHERING))
-    rows = (x_ptr + gl.expand_dims(rows[0], 1) + gl.expand_dims(k, 0), gl.expand_dims(rows[1], 1), k)
-    buffers = (x, words)
+    rows = (x_ptr + gl.expand_dims(rows[0], 1) + gl.expand_dims(k, 0), gl.expand_dims(rows[1], 1), k, exponents_ptrs)
+    buffers = (x, words, exponents)
     tile_line = expert * num_lines + first_line
     for step in gl.static_range(STAGES):
         if step < num_blocks:
-            _fill(words_desc, rows, tile_line, DISTANCE, step, buffers, full, depth, STAGES)
-    place = gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.DotOperandLayout(0, acc.type.layout, 2)))
+            _fill(words_desc, rows, tile_line, DISTANCE, step, buffers, full, depth, E2M1, STAGES)
+    lines: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, acc.type.layout, 2))
+    place = gl.arange(0, acc.shape[0], lines)
     line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
     line = line.to(gl.int64) * num_groups
-    # Loaded while the block before is multiplied, powers of two save a tenth here, and cost up to a tenth elsewhere.
-    is_ahead: gl.constexpr = E2M1 and acc.shape[0] == 128 and acc.shape[1] == 16
-    following = _load_terms(pointers, line, 0, GROUP_BLOCKS, E2M1)
     for step in range(num_blocks):
         stage = step % STAGES
-        terms = following
-        if not is_ahead:
-            terms = _load_terms(pointers, line, step, GROUP_BLOCKS, E2M1)
+        if not E2M1:
+            terms = _load_groups(pointers, line, step, 1, GROUP_BLOCKS)
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         fence_async_shared()  # the rows were not copied in bulk; it waits for loads
-        if is_ahead:
-            following = _load_terms(pointers, line, gl.minimum(step + 1, num_blocks - 1), GROUP_BLOCKS, E2M1)
+        if E2M1:
+            terms = exponents.index(stage).load(lines)
         acc = _add_block(acc, words.index(stage), x.index(stage), terms, E2M1)
         if step + STAGES < num_blocks:
-            _fill(words_desc, rows, tile_line, DISTANCE, step + STAGES, buffers, full, depth, STAGES)
+            _fill(words_desc, rows, tile_line, DISTANCE, step + STAGES, buffers, full, depth, E2M1, STAGES)
     return acc
 
 
 @gluon.jit
 def _store_activations(
     acc,
-    pairs_ptr,
-    tile,
+    products,
     clamps,
-    out_ptr,
-    first_line,
-    num_pairs,
     inner_size: gl.constexpr,
     CLAMPED: gl.constexpr,
     GELU: gl.constexpr,
 ):
     """Write the activations of the gate's lines, the first half of `acc`, and of those of up."""
+    pairs_ptr, first, _, out_ptr, first_line, num_pairs = products
     part: gl.constexpr = acc.shape[0] // 2
     num_rows: gl.constexpr = acc.shape[1]
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -193,7 +198,7 @@ def _store_activations(
     gate, up = gl.split(gl.convert_layout(acc.reshape((2, part, num_rows)).permute((1, 2, 0)), layout))
     out = gated(gate, up, clamps if CLAMPED else None, dtype, GELU)
     column = gl.expand_dims(first_line + gl.arange(0, part, gl.SliceLayout(1, out.type.layout)), 1)
-    pair = _load_pairs(pairs_ptr, tile, gl.arange(0, num_rows, gl.SliceLayout(0, out.type.layout)), num_pairs, num_rows)
+    pair = _load_pairs(pairs_ptr, first, gl.arange(0, num_rows, gl.SliceLayout(0, out.type.layout)), num_pairs)
     mask = gl.expand_dims(pair < num_pairs, 0) & (column < inner_size)
     out_ptrs = out_ptr + gl.expand_dims(pair.to(gl.int64) * inner_size, 0) + column
     gl.store(out_ptrs, out.to(dtype), mask=mask)
@@ -202,11 +207,11 @@ def _store_activations(
 @gluon.jit
 def _store_products(acc, products, num_choices: gl.constexpr, num_lines: gl.constexpr):
     """Write products times the weights of their pairs."""
-    pairs_ptr, tile, pair_weights_ptr, out_ptr, first_line, num_pairs = products
+    pairs_ptr, first, pair_weights_ptr, out_ptr, first_line, num_pairs = products
     num_rows: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     column = gl.expand_dims(first_line + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)
-    pair = _load_pairs(pairs_ptr, tile, gl.arange(0, num_rows, gl.SliceLayout(0, layout)), num_pairs, num_rows)
+    pair = _load_pairs(pairs_ptr, first, gl.arange(0, num_rows, gl.SliceLayout(0, layout)), num_pairs)
     is_pair = pair < num_pairs
     pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
     out_row = row_of_result(pair, num_pairs, num_choices)
@@ -253,33 +258,67 @@ def _hopper_int4_experts_kernel(
     if tile >= num_tiles:
         return
     expert = gl.load(tile_experts_ptr + tile)
-    distance: gl.constexpr = num_lines // 2 if GATED else LINES // 2  # from the first part of the lines to the second
     first_line = gl.program_id(0) * (LINES // 2 if GATED else LINES)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
-    acc = gl.zeros([LINES, ROWS], gl.float32, layout)
-    products = (pairs_ptr, tile, pair_weights_ptr, out_ptr, first_line, num_pairs)
+    first = tile if pairs_ptr is None else tile * ROWS
+    products = (pairs_ptr, first, pair_weights_ptr, out_ptr, first_line, num_pairs)
     if expert == num_experts:
         if not GATED:
-            _store_products(acc, products, num_choices, num_lines)
+            layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+            _store_products(gl.zeros([LINES, ROWS], gl.float32, layout), products, num_choices, num_lines)
         return
+    source = (x_ptr, words_desc, (scales_ptr, zeros_ptr), bias_ptr, x_row_stride, num_blocks)
+    if pairs_ptr is not None and ROWS > 16:  # noqa: SIM102  # a constant alone chooses the code
+        if gl.load(pairs_ptr + first + ROWS // 2) >= num_pairs:
+            _compute_tile(
+                source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
+                GROUP_BLOCKS, E2M1, ROWS // 2, LINES, STAGES, WARPS,
+            )  # fmt: skip
+            return
+    _compute_tile(
+        source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
+        GROUP_BLOCKS, E2M1, ROWS, LINES, STAGES, WARPS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _compute_tile(
+    source,
+    expert,
+    products,
+    clamps,
+    num_choices: gl.constexpr,
+    num_lines: gl.constexpr,
+    num_groups: gl.constexpr,
+    depth: gl.constexpr,
+    GATED: gl.constexpr,
+    CLAMPED: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr,
+    E2M1: gl.constexpr,
+    ROWS: gl.constexpr,
+    LINES: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Multiply a program's lines with the first rows of a tile, and write the results."""
+    x_ptr, words_desc, pointers, bias_ptr, x_row_stride, num_blocks = source
+    pairs_ptr, first, _, _, first_line, num_pairs = products
+    distance: gl.constexpr = num_lines // 2 if GATED else LINES // 2  # from the first part of the lines to the second
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     # With two rows to a warp, ptxas takes 185 registers for gate and up of 64 pairs, and three programs no longer fit.
     gathering: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    pair = _load_pairs(pairs_ptr, tile, gl.arange(0, ROWS, gl.SliceLayout(1, gathering)), num_pairs, ROWS)
+    pair = _load_pairs(pairs_ptr, first, gl.arange(0, ROWS, gl.SliceLayout(1, gathering)), num_pairs)
     row = pair // num_choices if GATED else pair
     acc = _tile_product(
-        acc, x_ptr, words_desc, (scales_ptr, zeros_ptr), (row.to(gl.int64) * x_row_stride, pair < num_pairs),
-        expert, first_line, num_blocks, num_lines, num_groups, depth,
-        gathering, distance, GROUP_BLOCKS, E2M1, STAGES, WARPS,
+        gl.zeros([LINES, ROWS], gl.float32, layout), x_ptr, words_desc, pointers,
+        (row.to(gl.int64) * x_row_stride, pair < num_pairs), expert, first_line, num_blocks, num_lines, num_groups,
+        depth, gathering, distance, GROUP_BLOCKS, E2M1, STAGES, WARPS,
     )  # fmt: skip
     if bias_ptr is not None:
         line = _line_of(first_line, gl.arange(0, LINES, gl.SliceLayout(1, layout)), num_lines, LINES, distance)
         bias = gl.load(bias_ptr + expert.to(gl.int64) * num_lines + line)
         acc += gl.expand_dims(bias.to(gl.float32), 1)
     if GATED:
-        clamps = (limit, alpha)
-        is_gelu: gl.constexpr = GATED == 2
-        inner_size: gl.constexpr = num_lines // 2
-        _store_activations(acc, pairs_ptr, tile, clamps, out_ptr, first_line, num_pairs, inner_size, CLAMPED, is_gelu)
+        _store_activations(acc, products, clamps, num_lines // 2, CLAMPED, GATED == 2)
     else:
         _store_products(acc, products, num_choices, num_lines)
 
@@ -319,7 +358,18 @@ def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
         STAGES=stages,
         WARPS=4,
         num_warps=4,
+        **_register_limit(plan.tile_size, weight.is_e2m1),
     )
+
+
+def _register_limit(rows: int, is_e2m1: bool) -> dict[str, int]:
+    """Return the most registers of a thread, with which a multiprocessor has four programs, or three of full tiles.
+
+    ptxas takes up to ten more for MXFP4, and does without them. Numbers in int4 need more.
+    """
+    if not is_e2m1:
+        return {}
+    return {"maxnreg": MAX_REGISTERS if rows == 64 else 128}
 
 
 def serves(x: Tensor, weight: ExpertWeights) -> bool:

@@ -8,8 +8,17 @@ Instead of numbers there may be values of e2m1 (OCP Microscaling Formats 1.0), w
 Eight numbers are packed in an int32. A block of 128 inputs is 16 words: bits 4 i to 4 i + 3 of word w hold input
 16 i + w, so that the i-th number of all words meets 16 neighbouring inputs. Where 128 does not divide the number of
 inputs, blocks are smaller alike.
+
+Values of e2m1 are packed otherwise, since bfloat16 wants the sign in bit 15 and the size in bits 8 to 6. Two
+neighbouring words, 2 j and 2 j + 1, share their values: the first one holds i = 0 to 3 of both, the second one i = 4 to
+7. Of each word the lower half belongs to word 2 j, the upper half to word 2 j + 1; `E2M1_BITS` says where the bits lie.
+So a word becomes four registers, each with the bfloat16 of two neighbouring inputs, by nine operations. Three of the
+four take a mask and at most one rotation, and one takes two of each. (Numbers as above take fifteen, and two more to
+bring halves together.) Fewer are impossible, as no four rotated copies of that mask fill a word.
 """
 
+from functools import reduce
+from itertools import product
 from math import gcd
 from typing import NamedTuple
 
@@ -34,7 +43,11 @@ MIN_BLOCKS = 8  # that a program sums up where several share a sum
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which the kernels read a weight in 4 bits; for more it is widened first
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 0 to 7; with 8 added, the same below 0
+# For the four values of e2m1 in a word's lower half: the bit of the word that holds the sign, and those of the size,
+# exponent before mantissa. For the upper half 16 is added, modulo 32.
+E2M1_BITS = ((15, 8, 7, 6), (21, 14, 13, 12), (11, 4, 3, 2), (17, 10, 9, 0))
+# The bits that these become in 16-bit dtypes, which then hold the value times 2**-14 or 2**-126.
+E2M1_IN_FLOAT16, E2M1_IN_BFLOAT16 = (15, 11, 10, 9), (15, 8, 7, 6)
 
 
 class PackedWeight(NamedTuple):
@@ -42,8 +55,8 @@ class PackedWeight(NamedTuple):
 
     scales: float32, (..., num_outputs, num_groups), or (..., num_outputs), one for all inputs of an output; or uint8,
     exponents of 2 with 127 added (e8m0; 255 is NaN). zeros: the same shape, uint8; None: 8. groups: (..., num_inputs)
-    int32, the group of each input; None: they are in order. is_e2m1: whether the numbers are bits of e2m1; then there
-    are no zero points.
+    int32, the group of each input; None: they are in order. is_e2m1: whether the numbers are bits of e2m1, packed by
+    `pack_e2m1`; then there are no zero points.
     """
 
     numbers: Tensor  # (..., num_outputs, num_inputs / 8) int32
@@ -80,13 +93,52 @@ def unpack(words: Tensor, block: int) -> Tensor:
     return torch.stack(numbers, dim=-2).flatten(-3)
 
 
+def pack_e2m1(numbers: Tensor, block: int) -> Tensor:
+    """Pack bits of e2m1, as `pack` packs numbers. The block is a multiple of 16."""
+    first, second = pack(numbers, block).unflatten(-1, (-1, 2)).unbind(-1)
+    words = torch.stack((first & 0xFFFF | second << 16, first >> 16 & 0xFFFF | second & ~0xFFFF), dim=-1)
+    packed = torch.zeros_like(words)
+    for index, bits in enumerate(E2M1_BITS):
+        for left, mask in rotations((4 * index + 3, 4 * index + 2, 4 * index + 1, 4 * index), bits).items():
+            packed |= _rotated(words, left) & mask
+    return packed.flatten(-2)
+
+
+def _e2m1_values(words: Tensor, block: int) -> Tensor:
+    """Return the values of e2m1 of int32 words, (..., size / 8) -> (..., size) float32."""
+    pairs = words.unflatten(-1, (-1, block // PACKED // 2, 2)).unbind(-1)  # the first words, and the second ones
+    halves = []  # of the i-th values of two neighbouring words, as float16
+    for word, bits in product(pairs, E2M1_BITS):
+        parts = [_rotated(word, left) & mask for left, mask in rotations(bits, E2M1_IN_FLOAT16).items()]
+        halves.append(reduce(torch.bitwise_or, parts))
+    return torch.stack(halves, dim=-2).view(torch.float16).flatten(-3).float() * 2.0**14
+
+
+def rotations(sources: tuple[int, ...], targets: tuple[int, ...]) -> dict[int, int]:
+    """Return by how many bits a word is rotated to the left, so that bits reach their targets, and which ones do.
+
+    sources, targets: bits of a value in the lower half; the same happens to the upper half. The values of the dict are
+    masks of targets, as int32.
+    """
+    masks: dict[int, int] = {}
+    for source, target in zip(sources, targets, strict=True):
+        left = (target - source) % 32
+        for bit in (target, (target + 16) % 32):
+            masks[left] = masks.get(left, 0) | (1 << bit if bit < 31 else -(1 << 31))
+    return masks
+
+
+def _rotated(words: Tensor, left: int) -> Tensor:
+    return words if left == 0 else (words << left) | ((words >> (32 - left)) & ((1 << left) - 1))
+
+
 def dequantize(weight: PackedWeight) -> Tensor:
     """Return a weight in float32."""
-    numbers = unpack(weight.numbers, block_size(weight.numbers.shape[-1] * PACKED))
+    block = block_size(weight.numbers.shape[-1] * PACKED)
     if weight.is_e2m1:
-        values = torch.tensor((*E2M1, *(-value for value in E2M1)), device=numbers.device)[numbers.int()]
+        values = _e2m1_values(weight.numbers, block)
         return values * _of_inputs(powers_of_2(weight.scales), values, weight.groups)
-    numbers = numbers.float()
+    numbers = unpack(weight.numbers, block).float()
     scales = _of_inputs(weight.scales, numbers, weight.groups)
     if weight.zeros is None:
         return (numbers - ZERO) * scales

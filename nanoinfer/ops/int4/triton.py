@@ -11,12 +11,20 @@ kernel of its own (`hopper.py`).
 """
 
 import math
+from itertools import product
 
 import triton
 import triton.language as tl
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.int4.spec import COLUMNS, has_hopper_kernel
+from nanoinfer.ops.int4.spec import (
+    COLUMNS,
+    E2M1_BITS,
+    E2M1_IN_BFLOAT16,
+    E2M1_IN_FLOAT16,
+    has_hopper_kernel,
+    rotations,
+)
 
 BLOCK = tl.constexpr(128)  # inputs that are packed together
 WORDS = tl.constexpr(16)  # of a block
@@ -28,48 +36,49 @@ TIMES_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf
 TIMES_F16 = tl.constexpr("mul.f16x2 $0, $1, $2;")
 WIDE_COLUMNS = 32  # outputs that a program widens, of one block
 
-# PTX. Two words, each with eight numbers -> for each place the numbers of both words, as bits of a 16-bit dtype. The
-# same halves of both words are put beside each other first.
-_PTX_BEGINS = "{ .reg .b32 low, high, bits, sign, above; prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632;"
-
-
-def _ptx_of_move(target: str, place: int, bit: int, to: int) -> str:
-    """Return the code that moves a bit of the numbers at a place of both words to a bit of 16."""
-    half, left = "high" if place > 3 else "low", to - 4 * (place % 4) - bit
-    return f" shl.b32 {target}, {half}, {left};" if left >= 0 else f" shr.u32 {target}, {half}, {-left};"
-
 
 def _ptx_of_numbers(above: str) -> str:
-    """Return the code for numbers plus 128 or 1,024: their bits are added below those of that power of two."""
-    code = f"{_PTX_BEGINS} mov.b32 above, {above};"
-    for place in range(8):
-        code += f"{_ptx_of_move('bits', place, 0, 0)} lop3.b32 ${place}, bits, 0x000f000f, above, 0xea;"
+    """Return PTX for the numbers of two words plus 128 or 1,024: their bits, below those of that power of two.
+
+    For each place, both words' numbers become the halves of a register. So halves of both words are joined first.
+    """
+    code = "{ .reg .b32 low, high, bits, above; prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632;"
+    code += f" mov.b32 above, {above};"
+    for place, (half, right) in enumerate(product(("low", "high"), (0, 4, 8, 12))):
+        code += f" shr.u32 bits, {half}, {right}; lop3.b32 ${place}, bits, 0x000f000f, above, 0xea;"
     return code + " }"
 
 
-def _ptx_of_e2m1(to: int, mask: str) -> str:
-    """Return the code for values of e2m1 (OCP Microscaling Formats 1.0) times 2**-126, or 2**-14 in float16.
+def _ptx_of_e2m1(targets: tuple[int, ...]) -> str:
+    """Return PTX for the values of e2m1 (OCP Microscaling Formats 1.0) that two words share, times a power of two.
 
-    Sign, two bits of exponent and one of mantissa are set where the dtype has these; its denormals stay exact.
+    targets: the dtype's bits, as `E2M1_IN_FLOAT16`. Its denormals stay exact.
     """
-    code = _PTX_BEGINS
-    for place in range(8):
-        code += f"{_ptx_of_move('sign', place, 3, 15)} and.b32 sign, sign, 0x80008000;"
-        code += f"{_ptx_of_move('bits', place, 0, to)} lop3.b32 ${place}, bits, {mask}, sign, 0xea;"
+    code = "{ .reg .b32 first, second, bits; mov.b32 first, $8; mov.b32 second, $9;"
+    for place, (word, sources) in enumerate(product(("first", "second"), E2M1_BITS)):
+        code += f" mov.b32 ${place}, 0;"
+        for left, mask in rotations(sources, targets).items():
+            # Where no bit comes round a shift does, which the multipliers can take over.
+            rotate = f"shl.b32 bits, {word}," if mask % 2**left == 0 else f"shf.l.wrap.b32 bits, {word}, {word},"
+            code += f" {rotate} {left}; lop3.b32 ${place}, bits, {mask & 0xFFFFFFFF:#010x}, ${place}, 0xea;"
     return code + " }"
 
 
 NUMBERS_BF16, NUMBERS_F16 = tl.constexpr(_ptx_of_numbers("0x43004300")), tl.constexpr(_ptx_of_numbers("0x64006400"))
-E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(6, "0x01c001c0")), tl.constexpr(_ptx_of_e2m1(9, "0x0e000e00"))
+E2M1_BF16, E2M1_F16 = tl.constexpr(_ptx_of_e2m1(E2M1_IN_BFLOAT16)), tl.constexpr(_ptx_of_e2m1(E2M1_IN_FLOAT16))
 
 
 @triton.jit
 def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
-    """Return the eight numbers of each word as eight tensors of bits. ASM: by PTX."""
-    if ASM:
-        plain: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
+    """Return the eight numbers of each word as eight tensors of bits. ASM: by PTX.
+
+    The words that share values of e2m1 are neighbours in the last dimension.
+    """
+    if ASM and E2M1:
         e2m1: tl.constexpr = E2M1_BF16 if dtype == tl.bfloat16 else E2M1_F16
-        code: tl.constexpr = e2m1 if E2M1 else plain
+        return _e2m1_numbers(words, e2m1)
+    elif ASM:
+        code: tl.constexpr = NUMBERS_BF16 if dtype == tl.bfloat16 else NUMBERS_F16
         return tl.inline_asm_elementwise(
             code,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
@@ -92,13 +101,77 @@ def _numbers(words, dtype: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _e2m1_numbers(words, CODE: tl.constexpr):
+    """Do what `_numbers` does. Which words are neighbours is said here, as threads may hold them in any way."""
+    first, second = tl.split(tl.reshape(words, (words.numel // 2, 2)))
+    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        CODE,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+        [first, second],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return (
+        _halves(a, words.shape),
+        _halves(b, words.shape),
+        _halves(c, words.shape),
+        _halves(d, words.shape),
+        _halves(e, words.shape),
+        _halves(f, words.shape),
+        _halves(g, words.shape),
+        _halves(h, words.shape),
+    )
+
+
+@triton.jit
+def _halves(words, shape: tl.constexpr):
+    """Return the lower half of each word, and next to it the upper one."""
+    return tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), shape)
+
+
+@triton.jit
 def _number(words, index: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr):
-    number = (words >> (4 * index)) & 15
     if E2M1:
-        bits = (number & 8) << 12 | (number & 7) << (6 if dtype == tl.bfloat16 else 9)
+        bits = _e2m1_bits(_e2m1_words(words)[index // 4], index % 4)
+        if dtype == tl.float16:
+            bits = _for_float16(bits)
     else:
-        bits = number | (0x4300 if dtype == tl.bfloat16 else 0x6400)
+        bits = (words >> (4 * index)) & 15 | (0x4300 if dtype == tl.bfloat16 else 0x6400)
     return bits.to(tl.int16)
+
+
+@triton.jit
+def _e2m1_words(words):
+    """Return words whose lower halves have the values of each word: i = 0 to 3, and i = 4 to 7."""
+    first, second = tl.split(tl.reshape(words, (words.numel // 2, 2)))
+    return _with_rotated(first, words.shape), _with_rotated(second, words.shape)
+
+
+@triton.jit
+def _with_rotated(words, shape: tl.constexpr):
+    """Put next to each word the same with its halves exchanged."""
+    return tl.reshape(tl.join(words, (words << 16) | ((words >> 16) & 0xFFFF)), shape)
+
+
+@triton.jit
+def _e2m1_bits(words, place: tl.constexpr):
+    """Return bits 0 to 15 of values of e2m1 times 2**-126 in bfloat16. See `E2M1_BITS`."""
+    if place == 0:
+        bits = words
+    elif place == 1:
+        bits = words >> 6
+    elif place == 2:
+        bits = words << 4
+    else:
+        bits = (words >> 2) & 0x8180 | (words << 6) & 0x40
+    return bits & 0x81C0
+
+
+@triton.jit
+def _for_float16(bits):
+    """Return the same bits for float16, of values times 2**-14."""
+    return bits & 0x8000 | (bits & 0x1C0) << 3
 
 
 @triton.jit
@@ -201,6 +274,12 @@ def _scaled_block(numbers, exponents, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _transposed(x):
+    a, b, c, d, e, f, g, h = x
+    return tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d), tl.trans(e), tl.trans(f), tl.trans(g), tl.trans(h)
+
+
+@triton.jit
 def int4_tile_product(
     x_ptr,
     weight,  # pointers to words, scales and zero points (None: all are 8)
@@ -235,7 +314,10 @@ def int4_tile_product(
     acc = tl.zeros((x_rows.shape[0], lines.shape[0]), tl.float32)
     for block in tl.range(first, end, num_stages=STAGES):
         words = tl.load(words_ptrs + block * WORDS, mask=is_line[None, :], other=0)
-        numbers = _numbers(words, dtype, E2M1, ASM)
+        if E2M1:
+            numbers = _transposed(_numbers(tl.trans(words), dtype, E2M1, ASM))
+        else:
+            numbers = _numbers(words, dtype, E2M1, ASM)
         for index in tl.static_range(128 // part_size):
             start = block * BLOCK + index * part_size
             x_mask = is_row[:, None]
@@ -317,6 +399,8 @@ def _widen_kernel(
     mask = is_column[:, None] & (word < words_of_block)[None, :]
     words_ptrs = words_ptr + line[:, None] * (num_inputs // 8) + block * words_of_block + word[None, :]
     words = tl.load(words_ptrs, mask=mask, other=0)
+    if E2M1:
+        shared = _e2m1_words(words)
     for index in tl.static_range(8):
         place = block * (8 * words_of_block) + index * words_of_block + word
         if is_even:
@@ -327,10 +411,9 @@ def _widen_kernel(
         else:
             groups = line[:, None] * num_groups + (place // group_size)[None, :]
             scales, zeros = _load_scales(scales_ptr, zeros_ptr, groups, mask)
-        if E2M1:
-            size = ((words >> (4 * index)) & 7).to(tl.float32)
-            size = tl.where(size < 4, size / 2, tl.where(size < 6, size - 2, 2 * size - 8))
-            numbers = tl.where(((words >> (4 * index)) & 8) != 0, -size, size)
+        if E2M1:  # from float16, since float32 would have denormals
+            bits = _for_float16(_e2m1_bits(shared[index // 4], index % 4))
+            numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
         else:  # the bits of a number, below those of 2**23 in float32, are 2**23 plus the number
             numbers = (((words >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608.0)
         wide = (numbers * scales).to(out_ptr.dtype.element_ty)

@@ -12,7 +12,7 @@ from nanoinfer.checkpoint.quantization_config import QuantizationConfig, refuse_
 from nanoinfer.errors import ModelError
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.experts.spec import ExpertWeights
-from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pack
+from nanoinfer.ops.int4.spec import BLOCK, PACKED, PackedWeight, dequantize, pack_e2m1
 from nanoinfer.quantization.int4.formats import mxfp4_numbers
 from nanoinfer.quantization.linear_method import LinearMethod, ParamSpec, ProductKind, stored
 
@@ -90,7 +90,7 @@ class Mxfp4Method(LinearMethod):
             return share
         is_packed = param.dtype == torch.int32
         filled = F.pad(share, (0, param.shape[-1] * (PACKED if is_packed else 1) - share.shape[-1]))
-        return pack(filled, BLOCK) if is_packed else filled
+        return pack_e2m1(filled, BLOCK) if is_packed else filled
 
     def packed(self, layer: Any) -> PackedWeight:
         """Return the layer's weight, with what its rows are filled up with."""
