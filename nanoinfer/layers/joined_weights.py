@@ -15,14 +15,19 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def lay_together(*tensors: Tensor) -> Tensor:
-    """Move tensors behind one another in new memory, and return all of them as one, along its first dimension.
+    """Give tensors new memory, behind one another, and return all of it as one tensor along its first dimension.
 
-    One with a dimension less than the first is one line of the result.
+    One with a dimension less than the first is one line of the result. Values are lost: weights are loaded afterwards.
     """
-    lines = [tensor if tensor.dim() == tensors[0].dim() else tensor.unsqueeze(0) for tensor in tensors]
-    joined = torch.cat(lines)
-    for tensor, part in zip(tensors, joined.split([len(each) for each in lines]), strict=True):
-        tensor.data = part.view(tensor.shape)
+    shapes = [tensor.shape for tensor in tensors]
+    counts = [shape[0] if len(shape) == len(shapes[0]) else 1 for shape in shapes]
+    for tensor in tensors:
+        tensor.data = tensor.new_empty(0)  # freed first: there may be no memory for all of a layer twice
+    if tensors[0].is_cuda:
+        torch.cuda.empty_cache()  # or smaller tensors get parts of what was freed, and the rest is lost
+    joined = tensors[0].new_empty(sum(counts), *shapes[0][1:])
+    for tensor, part, shape in zip(tensors, joined.split(counts), shapes, strict=True):
+        tensor.data = part.view(shape)
     return joined
 
 

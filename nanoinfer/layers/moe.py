@@ -18,13 +18,14 @@ from nanoinfer.layers.experts import Experts, Routing
 from nanoinfer.layers.linear import PartialSum, sum_buffers, wide_rows
 from nanoinfer.layers.shared_expert import JoinedExperts, SharedExpert, SharedExpertGate, join
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve, few_rows_product
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid, route_in_groups, route_in_groups_by_softmax
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, split_k_product
 
 # At most so many partial sums of a router's product, each of so many inputs at least. For 128 experts of 2048 inputs,
 # 16 of them take 2.5 us, and one takes 4.8.
 MAX_SPLITS, MIN_SPLIT_SIZE = 16, 128
-MAX_JOINED_TOKENS = 64  # in steps of more, dense products compute the shared expert, and four launches cost little
+MAX_JOINED_TOKENS = 96  # in steps of more, dense products compute the shared expert, and four launches cost little
 
 
 class Router(nn.Module):
@@ -51,8 +52,11 @@ class Router(nn.Module):
     def terms(self, hidden: Tensor) -> Tensor:
         """Return the logits as terms to be added up, (num_terms, num_tokens, num_experts).
 
-        So few columns are too few tiles to fill a GPU, so a small step is computed by split-K.
+        So few columns are too few tiles to fill a GPU, so a small step is computed by split-K, or for few rows by a
+        kernel of these.
         """
+        if hidden.is_cuda and few_rows_kernels_serve(len(hidden), self.weight):
+            return few_rows_product(hidden, self.weight, out_dtype=torch.float32).unsqueeze(0)
         num_splits = self._num_splits(hidden)
         if num_splits == 1:
             return self.logits(hidden).unsqueeze(0)

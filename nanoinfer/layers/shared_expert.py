@@ -19,7 +19,7 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinea
 from nanoinfer.ops.activations.spec import gated_sum, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations
 
-ROUTER_ROWS = 8  # a router's rows are filled up to a multiple of them, as the tensor cores write logits
+ROUTER_ROWS = 8  # a router's rows are filled up to a multiple of them by zeros, as the tensor cores write logits
 
 
 class SharedExpert(nn.Module):
@@ -70,9 +70,10 @@ class JoinedExperts(NamedTuple):
 
 
 def join(router: Any, experts: Experts, shared: SharedExpert, gate: SharedExpertGate | None) -> JoinedExperts | None:
-    """Move the weights of a shared expert and of its gate behind those of the experts and of their router.
+    """Lay the weights of a shared expert and of its gate behind those of the experts and of their router.
 
-    Returns None, and moves nothing, if the shared expert differs from the others in size, or in how it is held.
+    They are loaded afterwards. Returns None, and moves nothing, if the shared expert differs from the others in size
+    or in how it is held.
     """
     layers = [*zip(_projections(experts), _projections(shared), strict=True)]
     if not router.appends_shared or experts.is_geglu or experts.clamps is not None:
@@ -84,8 +85,9 @@ def join(router: Any, experts: Experts, shared: SharedExpert, gate: SharedExpert
     joined_experts._modules = dict(zip(("gate_up_proj", "down_proj"), projections, strict=True))
     joined_router.shared_expert = len(router.weight)
     if gate is not None:
-        filling = gate.weight.new_zeros(-(len(router.weight) + 1) % ROUTER_ROWS, gate.weight.shape[1])
+        filling = gate.weight.new_empty(-(len(router.weight) + 1) % ROUTER_ROWS, gate.weight.shape[1])
         rows = lay_together(router.weight, gate.weight, filling)
+        filling.zero_()
         joined_router = with_tensors(joined_router, {**tensors_of(router), "weight": rows})
     return JoinedExperts(joined_router, joined_experts, shared)
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from nanoinfer.caches.block_layout import num_local_kv_heads
@@ -33,6 +32,7 @@ from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
 from nanoinfer.models.decoder_spec import IN_PIECES, WAYS_OF_PRODUCTS, DecoderSetup, DecoderSpec, Mixer
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Layer, LayerStack, Way
+from nanoinfer.ops.activations.spec import sigmoid_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.quantization.method_selection import quantize_layer
 
@@ -87,8 +87,6 @@ class DecoderAttention(nn.Module):
         gates = None
         if self.qkv_proj.has_gates:
             gates, qkv = qkv[..., : self.heads_size], qkv[..., self.heads_size :]
-            if gates.dim() == 3:  # partial sums
-                gates = gates.sum(0, dtype=torch.float32).to(gates.dtype)
         scales = self.attn.rotary_emb.query_scales
         if scales is not None:
             qkv[..., : self.heads_size].mul_(scales[step.positions].to(qkv.dtype))
@@ -101,7 +99,7 @@ class DecoderAttention(nn.Module):
         attend = self.attn if step.images is None else partial(step.images.attend, self.attn)
         positions = step.positions if step.rotary_positions is None else step.rotary_positions
         heads = attend(qkv, norm_weights, positions, cache, metadata, sinks).flatten(1)
-        return heads if gates is None else heads * gates.sigmoid()
+        return heads if gates is None else sigmoid_and_mul(heads, gates)
 
 
 class DecoderLinearAttention(GatedDeltaNet):

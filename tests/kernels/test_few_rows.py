@@ -121,5 +121,14 @@ def test_16_bits_are_rounded_about_as_often_as_by_separate_layers(tiling: Tiling
     assert (result.float() - exact).norm() < 1.5 * (specification.float() - exact).norm()
 
 
+def test_a_result_in_float32_is_not_rounded_before(tiling: Tiling) -> None:
+    x, weight = randn(3, 128).half(), (randn(40, 128, seed=1) / 11).half()
+    result = few_rows_kernels.few_rows_product(x, weight, out_dtype=torch.float32)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, few_rows.few_rows_product(x, weight, out_dtype=torch.float32))
+    torch.testing.assert_close(result, x.float() @ weight.float().t())
+    assert not torch.equal(result, result.half().float())
+
+
 def test_no_rows_give_no_rows() -> None:
     assert few_rows_kernels.few_rows_product(randn(0, 64), randn(32, 64)).shape == (0, 32)

@@ -348,6 +348,27 @@ def test_a_rank_announces_the_epoch_to_all_and_waits_for_theirs() -> None:
     timer.join()
 
 
+# --- sigmoid_and_mul ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_terms", [None, 1, 4])
+@pytest.mark.parametrize("size", [24, 1100])
+def test_gates_are_added_up_and_multiply_rows_as_specified(
+    size: int, num_terms: int | None, dtype: torch.dtype
+) -> None:
+    """Of rows that are parts of wider ones, as a product of queries and gates leaves them."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(5, size + 8, generator=generator).to(dtype)[:, :size]
+    gates = (3 * torch.randn(num_terms or 1, 5, 2 * size, generator=generator)).to(dtype)[..., :size]
+    gates[:, 2, :3] = torch.nan
+    gates = gates[0] if num_terms is None else gates
+    found, expected = (where.sigmoid_and_mul(x, gates) for where in (gated_kernels, activations))
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5, equal_nan=True)
+    assert found.is_contiguous()
+    assert gated_kernels.sigmoid_and_mul(x[:0], gates[..., :0, :]).shape == (0, size)
+
+
 # --- silu_and_mul, gelu_tanh_and_mul ---
 
 EXP_OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in the interpreter

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.errors import ModelError
-from nanoinfer.layers import experts
+from nanoinfer.layers import experts, moe
 from nanoinfer.layers.experts import Routing
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.moe import SparseMoE
@@ -164,6 +164,24 @@ def test_experts_without_tokens_are_not_read() -> None:
     expected = expert_mlp(x, *both, *routing)
     gate_up[[0, 2]] = down[[0, 2]] = NAN
     assert torch.equal(expert_mlp(x, *both, *routing), expected)
+
+
+@pytest.mark.parametrize("num_rows", [4, 5])
+def test_few_rows_have_their_logits_in_one_term_by_the_kernel_for_few_rows(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    layer, x = build(WHOLE, checkpoint()), randn(num_rows, HIDDEN)
+    expected = layer.gate.terms(x)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(moe, "few_rows_kernels_serve", lambda num_rows, weight: num_rows <= 4)
+    kernel = moe.few_rows_product
+    monkeypatch.setattr(
+        moe, "few_rows_product", lambda *args, **options: names.append("few") or kernel(*args, **options)
+    )
+    terms = layer.gate.terms(x)
+    assert names == (["few"] if num_rows <= 4 else [])
+    torch.testing.assert_close(terms, expected)
 
 
 # --- a shared expert ---

@@ -50,6 +50,17 @@ def _gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor], out_format: 
 
 
 @op
+def sigmoid_and_mul(x: Tensor, gates: Tensor) -> Tensor:
+    """Return x * sigmoid(gates), (num_tokens, size), contiguous.
+
+    x: (num_tokens, size). gates: the same, or terms to be added up, (num_terms, num_tokens, size). Rows are contiguous.
+    """
+    if gates.dim() == 3:
+        gates = gates.sum(0, dtype=torch.float32).to(gates.dtype)
+    return x * gates.sigmoid()
+
+
+@op
 def gated_sum(terms: Tensor, hidden: Tensor, gate_weight: Tensor) -> Tensor:
     """Return the sum of the terms times the sigmoid of each token's gate, computed in float32, (1, num_tokens, size).
 

@@ -131,6 +131,55 @@ def gelu_tanh_times(gate, factors):
 
 
 @triton.jit
+def _sigmoid_and_mul_kernel(
+    x_ptr,
+    gates_ptr,
+    out_ptr,
+    x_row_stride,
+    term_stride,
+    term_row_stride,
+    size,
+    num_terms: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < size
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask).to(tl.float32)
+    gate = tl.zeros((TILE,), tl.float32)
+    for term in tl.static_range(num_terms):
+        gate += tl.load(gates_ptr + term * term_stride + row * term_row_stride + column, mask=mask).to(tl.float32)
+    # Rounded, as kernels of their own would leave the gate and its sigmoid.
+    sigmoid = (1.0 / (1.0 + tl.exp(-gate.to(dtype).to(tl.float32)))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (x * sigmoid).to(dtype), mask=mask)
+
+
+def sigmoid_and_mul(x, gates):
+    (num_tokens, size), terms = x.shape, gates if gates.dim() == 3 else gates.unsqueeze(0)
+    for name, tensor in (("x", x), ("gates", gates)):
+        assert tensor.stride(-1) == 1, f"the rows of {name} must be contiguous, strides {tensor.stride()}"
+    out, tile = x.new_empty(num_tokens, size), min(MAX_TILE, next_power_of_2(size))
+    if num_tokens > 0:
+        _sigmoid_and_mul_kernel[(num_tokens, ceil_div(size, tile))](
+            x,
+            gates,
+            out,
+            x.stride(0),
+            terms.stride(0),
+            terms.stride(1),
+            size,
+            num_terms=len(terms),
+            TILE=tile,
+            **overlap_options(x.device),
+        )
+    return out
+
+
+@triton.jit
 def _gated_sum_kernel(
     terms_ptr,
     hidden_ptr,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nanoinfer.device import to_device
 from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.delta_rule import spec
 from nanoinfer.ops.delta_rule.spec import CHUNK
 
@@ -114,6 +115,7 @@ def _gated_delta_step_kernel(
     WIDTH: tl.constexpr,  # of the convolution
     KEY_DIM: tl.constexpr,  # the dimensions, rounded up to powers of two
     VALUE_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     line, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key_head = head // group
@@ -123,11 +125,15 @@ def _gated_delta_step_kernel(
     key_index, value_index = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
     is_key, is_value = key_index < key_dim, value_index < value_dim
 
-    # Asked for first of all, so that it comes while the rest of the inputs is computed.
+    # Asked for first of all, so that it comes while the rest of the inputs is computed. It and the rows are older than
+    # the norm before the input product, which began when they were written.
     matrix_ptrs = matrices_ptr + (place * num_heads + head) * key_dim * value_dim
     matrix_ptrs += key_index[:, None] * value_dim + value_index[None, :]
     in_matrix = is_key[:, None] & is_value[None, :]
     matrix = tl.load(matrix_ptrs, mask=in_matrix, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     x_ptr = qkvz_ptr + line * qkvz_stride
     inputs_ptr = conv_inputs_ptr + place * WIDTH * num_channels
@@ -486,6 +492,7 @@ def gated_delta_step(qkvz, ba, rows, positions, matrices, conv_inputs, weights):
         weights.eps,
         key_dim**-0.5,
         **step_options(matrices, conv_inputs),
+        **overlap_options(qkvz.device),
     )
     return out
 

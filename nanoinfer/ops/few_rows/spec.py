@@ -35,14 +35,17 @@ def few_rows_product(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return SwiGLU(RMSNorm(x) W^T + b) + residual, (num_rows, num_outputs); all except the product may be left out.
 
     x: (num_rows, size), rows contiguous. weight: (num_outputs, size), contiguous, or (2 * num_outputs, size) with the
     gate before up if it is `gated`. bias: as long as the weight. norm: the norm's weight, (size,) in the dtype of x,
-    and its epsilon. residual: (num_rows, num_outputs), contiguous.
+    and its epsilon. residual: (num_rows, num_outputs), contiguous. out_dtype: of the result, which is rounded to it
+    alone; None: that of x.
     """
-    sums = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
+    x = x if norm is None else rms_norm(x, *norm)
+    sums = F.linear(x, weight, bias) if out_dtype is None else F.linear(x.to(out_dtype), weight.to(out_dtype), bias)
     out = silu_and_mul(sums) if gated else sums
     assert isinstance(out, Tensor), "SwiGLU rounds to 8 bits only if it is told to"
     return out if residual is None else out + residual

@@ -179,12 +179,12 @@ class Tiling(NamedTuple):
     ahead: int
 
 
-def few_rows_product(x, weight, bias=None, norm=None, residual=None, gated=False):
+def few_rows_product(x, weight, bias=None, norm=None, residual=None, gated=False, out_dtype=None):
     (num_rows, size), num_outputs = x.shape, len(weight) // (1 + gated)
     assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
     assert weight.is_contiguous(), f"the weight must be contiguous, strides {weight.stride()}"
     assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
-    out = x.new_empty(num_rows, num_outputs)
+    out = x.new_empty(num_rows, num_outputs, dtype=out_dtype)
     if num_rows == 0:
         return out
     tiling = choose_tiling(num_rows, len(weight), size, gated)
