@@ -18,7 +18,7 @@ PACKING = ["Qwen3VLForConditionalGeneration"]
 if IS_5:
     PACKING += [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3_5", "GlmOcr", "PaddleOCRVL")]
 # Those that look for empty tiles, say, or make sizes on the device.
-READING = ("SmolVLM", "Idefics3", "Idefics2", "GraniteDocling", "Aria", "Gemma4Unified", "Ovis2", "Step3p7")
+READING = ("SmolVLM", "Idefics3", "Idefics2", "GraniteDocling", "Aria", "Gemma4", "Gemma4Unified", "Ovis2", "Step3p7")
 NOT_PACKING = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
 
 
