@@ -22,7 +22,7 @@ TOWER_ATTENTION = "nanoinfer_flash"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CUDNN_LEN = 512  # patches of a segment
-CALLS_BEFORE_CUDNN = 100  # of a shape: a few batches of images
+CALLS_BEFORE_CUDNN = 300  # of a shape: some ten batches of images
 _num_calls = Counter[tuple[Any, ...]]()
 
 
