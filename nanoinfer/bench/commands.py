@@ -75,6 +75,7 @@ def add_parser(subparsers: Any) -> None:
     on_policy = add("on-policy", "on_policy.run", "compare log-probabilities with a trainer's forward pass")
     rewriting = add("rewriting", "rewriting.run", "time proposals (speculative_config) on repetitive texts")
     adapters = add("adapters", "adapters.run", "time LoRA adapters, one and many in a batch")
+    images = add("images", "pictures.run", "time pictures that are read by a model that sees, against their floor")
     report = add("report", "report.run", "print one Markdown table of the figures that --json wrote")
 
     report.add_argument(
@@ -116,6 +117,9 @@ def add_parser(subparsers: Any) -> None:
     adapters.add_argument("--adapters", help="how many in a batch (1 8 64)", **of_adapters)
     adapters.add_argument("--rank", type=positive, default=16, metavar="N", help="of the adapters (16)")
     adapters.add_argument("--runs", type=positive, default=1, help="timed runs of each load (1)")
+    images.add_argument("--size", choices=("8B", "tiny"), help="of Qwen3-VL, random weights (8B on a GPU)")
+    images.add_argument("--num-images", type=positive, metavar="N", help="how many pictures (1000 on a GPU)")
+    images.add_argument("--seed", type=int, default=0, help="of the pictures (0)")
     for parser in (throughput, trace):
         parser.add_argument("--load", choices=NAMES, default="default", help="see below (default)")
         for option, what in SIZE_OPTIONS.items():
@@ -146,7 +150,7 @@ def add_parser(subparsers: Any) -> None:
     )
     embed.add_argument("--max-num-seqs", type=positive, default=512, metavar="N", help="the most texts of a step (512)")
     embed.add_argument("--seed", type=int, default=0, help="seed of weights and texts (0)")
-    for parser in (throughput, loads, text, trace, start, host, on_policy, rewriting, adapters, embed, turns):
+    for parser in (throughput, loads, text, trace, start, host, on_policy, rewriting, adapters, images, embed, turns):
         parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures here")
 
 

@@ -148,8 +148,10 @@ class ParallelRunner:
             self._runner.drop_adapter(number)
             barrier(self._runner)
 
-    def hold_image(self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Any]) -> None:
-        """Keep an image on all ranks: see `Runner`."""
+    def hold_image(
+        self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Any], _again: Any = None
+    ) -> None:
+        """Keep an image on all ranks, which all hold its tensors: see `Runner`."""
         with self._all_ranks():
             send_image(self._writer, Command.HOLD_IMAGE, image_id, token_ids, tensors)
             self._runner.hold_image(image_id, token_ids, tensors)

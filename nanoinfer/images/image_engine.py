@@ -55,7 +55,7 @@ class ImageEngine(LLMEngine):
             held.append(known)
             ids[image.start : end] = array("i", known.ids)
             if known.num_users == 1:
-                self.check_open().hold_image(known.first_id, known.token_ids, image.tensors)
+                self.check_open().hold_image(known.first_id, known.token_ids, image.tensors, image.again)
         return ids.tobytes()
 
     def _cached_tokens(self) -> Iterator[bytes]:

@@ -3,12 +3,14 @@
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanoinfer.config import EngineConfig, as_processor_kwargs
 from nanoinfer.errors import ConfigError, RequestError, closed_error
@@ -22,15 +24,17 @@ from nanoinfer.text.prompts import find_bad_texts
 from nanoinfer.text.tokenizer import Tokenizer
 
 MOST_WORKERS = 16
+MIN_SAVED = 4  # how many times as large tensors are as their file, at least, if they are dropped and made again
 GRID = "image_grid_thw"  # an input of models that find images by their tokens, each run of which is one
 _thread_counts = threading.Lock()  # guards PyTorch's number of threads while a thread sets its own
 
 
 class KeyedPicture(NamedTuple):
-    """Holds a processed picture, and the key that equal ones have."""
+    """Holds a processed picture, and the key that equal ones have. again: see ProcessedImage."""
 
     key: bytes
     picture: ProcessedPicture
+    again: Callable[[], Mapping[str, Tensor]] | None
 
 
 class ImageReader:
@@ -126,13 +130,23 @@ class ImageReader:
 
     def _load(self, source: Any, options: Mapping[str, Any]) -> KeyedPicture:
         """Return a picture, processed now or before. Raises RequestError for a wrong one."""
-        picture = load_picture(source, self._rules)
+        picture, content = load_picture(source, self._rules)
         digest = hashlib.sha256(repr((picture.size, sorted(options.items()))).encode())
         digest.update(picture.tobytes())
         key = digest.digest()
         if (known := self.store.get(key)) is None:
             known = self.store.add(key, self._processor.process(picture, self._dtype, options))
-        return KeyedPicture(key, known)
+        again = None
+        if content is not None and len(content) < known.num_bytes / MIN_SAVED:
+            again = partial(self._make_again, key, content, options)
+        return KeyedPicture(key, known, again)
+
+    def _make_again(self, key: bytes, content: bytes, options: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Return the tensors of a picture that was processed before. content: of its file, which was read then."""
+        if (known := self.store.get(key)) is None:
+            picture = load_picture(content, self._rules).image
+            known = self.store.add(key, self._processor.process(picture, self._dtype, options))
+        return known.tensors
 
     def _finish(
         self,
@@ -165,7 +179,7 @@ class ImageReader:
             raise RequestError("the tokenizer does not keep the tokens of images; use the model's own", "invalid_image")
         images: list[ProcessedImage] = []
         num_before = 0
-        for key, picture in loaded:
+        for key, picture, again in loaded:
             num_tokens = sum(picture.runs)
             start, last = places[num_before], places[num_before + num_tokens - 1]
             is_apart = not images or start > places[num_before - 1] + 1
@@ -177,7 +191,7 @@ class ImageReader:
                     "invalid_image",
                 )
             start, end = start - picture.num_before, last + 1 + picture.num_after
-            images.append(ProcessedImage(start, end - start, picture.tensors, key))
+            images.append(ProcessedImage(start, end - start, picture.tensors, key, again))
             num_before += num_tokens
         return ProcessedPrompt(ids, images, image_token_id)
 

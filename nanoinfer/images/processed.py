@@ -3,6 +3,7 @@
 This file imports no PyTorch, so that the planning half of the engine can read it.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ class ProcessedImage:
     tensors: the keywords of the model's forward for this image alone, on the CPU, by name: pixel_values,
         image_grid_thw, image_sizes, pixel_attention_mask and others, as the model's own processor makes them.
         Floating-point ones have the model's dtype. Nobody writes into them: equal images share them.
+    again: makes the tensors once more, so that they need not be held; None where nothing can.
     key: a digest of the picture's pixels, of their size and of all that the processor does with them. Images with equal
         keys have equal tensors and as many image tokens, in any prompt.
     """
@@ -29,6 +31,7 @@ class ProcessedImage:
     num_tokens: int
     tensors: "dict[str, Tensor]"
     key: bytes
+    again: "Callable[[], Mapping[str, Tensor]] | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib import request
 from urllib.parse import SplitResult, unquote_to_bytes, urljoin, urlsplit
 
@@ -37,6 +37,13 @@ FOR_BASE64 = "give base64 as 'data:image/png;base64,...', say"
 _loading = threading.Lock()  # held while PIL reads the file of a user's own image
 
 
+class LoadedPicture(NamedTuple):
+    """Holds PIL's image in RGB. content: the file that it was decoded from, which can be decoded again; None: none."""
+
+    image: Any
+    content: bytes | None = None
+
+
 class MediaRules(NamedTuple):
     """Says where pictures may come from. domains: hosts; folder: what files must lie in, or None for any place."""
 
@@ -55,8 +62,8 @@ def check_pillow() -> None:
         ) from None
 
 
-def load_picture(source: Any, rules: MediaRules) -> Any:
-    """Return a picture as PIL's image in RGB. Raises RequestError for what is none, or may not be read.
+def load_picture(source: Any, rules: MediaRules) -> LoadedPicture:
+    """Return a picture. Raises RequestError for what is none, or may not be read.
 
     source: a path, a URL (data:, file:, http:, https:), the bytes of a file, an array of pixels, or PIL's image; or
     {"bytes": ..., "path": ...}, of which one is None, as `datasets` has images in its files.
@@ -68,7 +75,7 @@ def load_picture(source: Any, rules: MediaRules) -> Any:
     if isinstance(source, io.BytesIO):
         source = source.getvalue()
     if isinstance(source, Image.Image):
-        return _checked(lambda: _as_rgb(_loaded(source)), "the image")
+        return LoadedPicture(_checked(lambda: _as_rgb(_loaded(source)), "the image"))
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _decode(io.BytesIO(source), f"the image of {len(source)} bytes")
     if isinstance(source, str) and not source:
@@ -82,7 +89,7 @@ def load_picture(source: Any, rules: MediaRules) -> Any:
     if isinstance(source, str):
         return _read_url(source, rules)
     if hasattr(source, "__array__") or hasattr(source, "__array_interface__"):
-        return _from_array(source)
+        return LoadedPicture(_from_array(source))
     raise _invalid(
         f"the image is of type {type(source).__name__}; give a path, a URL, the bytes of a file, an array or PIL's"
     )
@@ -92,7 +99,7 @@ def _invalid(message: str) -> RequestError:
     return RequestError(message, "invalid_image")
 
 
-def _read_file(path: Path, rules: MediaRules) -> Any:
+def _read_file(path: Path, rules: MediaRules) -> LoadedPicture:
     what = f"the image file {str(path)!r:.300}"
     try:
         real = path.resolve()
@@ -111,7 +118,7 @@ def _read_file(path: Path, rules: MediaRules) -> Any:
         raise _invalid(f"{what} cannot be read ({reason}); check the path, or {FOR_BASE64}") from error
 
 
-def _read_url(url: str, rules: MediaRules) -> Any:
+def _read_url(url: str, rules: MediaRules) -> LoadedPicture:
     what = f"the image URL {shown(url)}"
     try:
         parts = urlsplit(url)
@@ -212,7 +219,7 @@ def _opener() -> request.OpenerDirector:
     return opener
 
 
-def _decode(file: Any, what: str) -> Any:
+def _decode(file: BinaryIO, what: str) -> LoadedPicture:
     """Return the picture in a file that is open. Raises RequestError where it is broken, too large, or none."""
     from PIL import Image, UnidentifiedImageError
 
@@ -226,7 +233,9 @@ def _decode(file: Any, what: str) -> Any:
         with Image.open(file, formats=formats) as image:
             if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
                 raise _invalid(f"{too_large} (it is {image.width} x {image.height})")
-            return _checked(lambda: _as_rgb(image), what)
+            picture = _checked(lambda: _as_rgb(image), what)
+        file.seek(0)
+        return LoadedPicture(picture, file.read())
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _invalid(f"{too_large} ({error})") from None
     except UnidentifiedImageError:

@@ -1,7 +1,7 @@
 """What models and the runner tell each other of images: what an encoder reads and makes, and a step has of them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -12,6 +12,8 @@ from nanoinfer.layers.attention.image_attention import SeenImage, attend_to_whol
 from nanoinfer.layers.attention.metadata import Metadata, PrefillMetadata
 from nanoinfer.layers.rotary_embedding import StepRotary
 from nanoinfer.ops.kv_cache.spec import LayerCache
+
+MakeTensors = Callable[[], Mapping[str, Tensor]]
 
 
 class ImageSight(Enum):
@@ -27,11 +29,25 @@ class ImageContent:
     """Holds an image as encoders read it.
 
     token_ids: of its span in prompts, in which the image token stands for one embedding. tensors: the inputs of the
-    model's forward for this image, on the host.
+    model's forward for this image, on the host; those of floating point may be missing. again: makes all of them once
+    more; None where nothing can.
     """
 
     token_ids: tuple[int, ...]
     tensors: Mapping[str, Tensor]
+    again: MakeTensors | None = None
+
+    def without_pixels(self) -> "ImageContent":
+        """Return the image with sizes alone, by which positions are counted, if the other tensors can be made again."""
+        if self.again is None:
+            return self
+        return replace(self, tensors={name: x for name, x in self.tensors.items() if not x.is_floating_point()})
+
+    def with_pixels(self) -> "ImageContent":
+        """Return the image with all tensors."""
+        if self.again is None or any(tensor.is_floating_point() for tensor in self.tensors.values()):
+            return self
+        return replace(self, tensors=self.again())
 
 
 class ImageEncoder(Protocol):

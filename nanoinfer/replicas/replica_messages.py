@@ -177,7 +177,11 @@ def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) ->
             for line, request in enumerate(queued)
             if request.prepared.hidden_states_request is not None
         },
-        {line: request.prepared.images for line, request in enumerate(queued) if request.prepared.images},
+        {
+            line: tuple(replace(image, again=None) for image in request.prepared.images)  # which needs what is here
+            for line, request in enumerate(queued)
+            if request.prepared.images
+        },
         {line: request.prepared.adapter.number for line, request in enumerate(queued) if request.prepared.adapter},
         are_aborted,
     )

@@ -25,7 +25,7 @@ from nanoinfer.errors import ConfigError, NanoinferError
 from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.lora.adapter_slots import RankAdapters
 from nanoinfer.lora.adapter_weights import AdapterMatrices
-from nanoinfer.models.images import ImageContent
+from nanoinfer.models.images import ImageContent, MakeTensors
 from nanoinfer.runner import memory
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
 from nanoinfer.runner.device_state import StepBuffers
@@ -118,9 +118,11 @@ class DeviceRunner:
         assert self.adapters is not None, "only an engine with enable_lora has adapters"
         return self.adapters
 
-    def hold_image(self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+    def hold_image(
+        self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Tensor], again: MakeTensors | None = None
+    ) -> None:
         """Keep an image that packets will name by this id: see `ImageContent`."""
-        self._held_images[image_id] = ImageContent(tuple(token_ids), tensors)
+        self._held_images[image_id] = ImageContent(tuple(token_ids), tensors, again)
 
     def drop_images(self, image_ids: Sequence[int]) -> None:
         """Forget images that packets will not name any more."""

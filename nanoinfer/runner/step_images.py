@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.device import numbers_to_device
+from nanoinfer.device import numbers_to_device, to_device
 from nanoinfer.engine.packet import AllSections
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.image_attention import SeenImage
@@ -26,13 +26,16 @@ from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.images import ImageContent, ImageEncoder, ImageSight, StepImages
 
-MAX_VALUES_AT_ONCE = 2**24  # inputs of one call to encode: of three pictures of 1,024 x 768 with Qwen3-VL
+MAX_VALUES_AT_ONCE = 5 * 2**22  # inputs of one call to encode: of four pictures of 1,024 x 768 with Qwen3-VL
 
 logger = logging.getLogger("nanoinfer")
 
 
 class HeldImages(dict[int, ImageContent]):
-    """Holds the images of unfinished requests, by their first virtual id. They stay while the device sleeps."""
+    """Holds the images of unfinished requests, by their first virtual id. They stay while the device sleeps.
+
+    Once encoded, those that can be made again are held without their pixels.
+    """
 
 
 class Span(NamedTuple):
@@ -203,7 +206,7 @@ class ImageRows:
                 of_prompt, delta = images.positions[:, start:end], images.delta
             after = torch.arange(start + of_prompt.shape[1], end).expand(3, -1)
             parts += [of_prompt, after + delta]
-        return torch.cat(parts, dim=1).to(self._device, non_blocking=True)
+        return to_device(torch.cat(parts, dim=1), self._device)
 
     def _encode(self, image_ids: Iterable[int]) -> dict[int, Tensor]:
         """Return what is read of these images, of which some may have to be encoded."""
@@ -215,8 +218,12 @@ class ImageRows:
                 found[image_id] = self._encoded[image_id]
             else:
                 missing.append(image_id)
+        for image_id in missing:
+            self._held[image_id] = self._held[image_id].with_pixels()
         for batch in self._batches(missing):
             found |= zip(batch, self._encode_batch(batch), strict=True)
+            for image_id in batch:
+                self._held[image_id] = self._held[image_id].without_pixels()
         self._encoded |= found
         num_tokens = sum(rows.shape[1] for rows in self._encoded.values())
         while num_tokens > self._max_tokens and len(self._encoded) > len(found):

@@ -11,7 +11,7 @@ import torch
 import nanoinfer
 from nanoinfer import LLM, ConfigError, ModelError
 from nanoinfer.images.image_engine import ImageEngine
-from nanoinfer.images.processed import ProcessedPrompt
+from nanoinfer.images.processed import ProcessedImage, ProcessedPrompt
 from nanoinfer.models.images import ImageContent
 from nanoinfer.runner.step_images import ImageRows
 from tests.images.seeing_models import (
@@ -162,6 +162,25 @@ def test_a_model_that_is_not_supported_is_an_error_of_the_call(llm: LLM, monkeyp
     monkeypatch.setattr(image_rows(llm)._encoder, "encode", encode)
     with pytest.raises(ModelError, match="leave images out"):
         run(llm, [make_prompt(MODEL, [20, "#0", 30])])
+
+
+def test_pixels_are_let_go_once_encoded_and_made_again_where_an_image_is_encoded_again(llm: LLM, folder: Path) -> None:
+    image_rows(llm)._max_tokens = 1  # rows are dropped with each step
+    llm.engine.scheduler.max_num_batched_tokens = 16
+    held, made = engine_of(llm).check_open()._held_images, list[bytes]()  # type: ignore[attr-defined]
+    prompts = [make_prompt(MODEL, parts) for parts in ([20, "#1", 30, "#2", 8], [7, "#0", "#1", 4])]
+
+    def made_again(image: ProcessedImage) -> ProcessedImage:
+        return replace(image, again=lambda: made.append(image.key) or image.tensors)  # type: ignore[func-returns-value]
+
+    again = [replace(prompt, images=[made_again(image) for image in prompt.images]) for prompt in prompts]
+    num_with_pixels: list[int] = []
+    end = llm.on_step(lambda _: num_with_pixels.append(sum("pixel_values" in one.tensors for one in held.values())))
+    assert_close(answers(run(llm, again)), answers_of_transformers(MODEL, folder, prompts, NUM_TOKENS))
+    end()
+    assert made
+    assert num_with_pixels[0] == 2  # of three images, as the first step encodes one
+    assert 0 in num_with_pixels[:-NUM_TOKENS]
 
 
 def test_nothing_is_held_once_requests_have_ended(llm: LLM) -> None:

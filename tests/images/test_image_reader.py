@@ -325,6 +325,26 @@ def made_picture(num_values: int) -> ProcessedPicture:
     return ProcessedPicture("", (1,), {"pixel_values": torch.zeros(num_values, dtype=torch.float32)})
 
 
+def test_a_picture_of_a_file_is_made_again_when_the_file_and_what_was_kept_are_gone(
+    reader_of: Callable[..., ImageReader], tmp_path: Path
+) -> None:
+    from PIL import Image
+
+    reader, path = reader_of("qwen3_vl"), tmp_path / "red.png"
+    Image.new("RGB", (300, 200), (255, 0, 0)).save(path)
+    [image] = reader.process(rendered(reader, conversation({"type": "image", "image": str(path)}))).images
+    path.unlink()
+    with reader.store._lock:
+        reader.store._evict(reader.store._kept_bytes)
+    assert image.again is not None
+    again = image.again()
+    assert again["pixel_values"] is not image.tensors["pixel_values"]
+    assert {*again} == {*image.tensors}
+    assert all(torch.equal(again[name], tensor) for name, tensor in image.tensors.items())
+    [unsaved] = reader.process(rendered(reader, conversation(picture(60, 40)))).images
+    assert unsaved.again is None  # nothing else has its pixels
+
+
 def test_a_store_keeps_the_pictures_used_last_and_counts_those_that_others_hold(monkeypatch: Any) -> None:
     monkeypatch.setattr(picture_store, "MIN_AHEAD", 0)
     store = PictureStore(max_bytes=100)

@@ -32,7 +32,7 @@ def png(image: Any, **options: Any) -> bytes:
 
 
 def pixels(source: Any, rules: MediaRules = ANYWHERE) -> np.ndarray:
-    image = load_picture(source, rules)
+    image = load_picture(source, rules).image
     assert image.mode == "RGB"
     return np.asarray(image)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from nanoinfer.models.transformers.tower_attention import TOWER_ATTENTION, packs_images
+
 ATTENTION, PROBED_ATTENTION = "nanoinfer", "nanoinfer_probe"
 
 # (module, query, key, value, mask, options) -> the heads' outputs (1, num_tokens, num_heads, head_dim of the values).
@@ -56,12 +58,13 @@ def name_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def name_attention_of_towers(model: PreTrainedModel) -> None:
-    """Let what sees or hears compute its attention by PyTorch's own function, or eagerly where it cannot."""
+    """Let what sees or hears compute its attention as `tower_attention.py` does, by PyTorch's function, or eagerly."""
     texts = {id(config) for config in _text_configs(model)}
     for part in model.modules():
         config: Any = getattr(part, "config", None)
         if config is not None and id(config) not in texts and isinstance(part, PreTrainedModel):
-            config._attn_implementation_internal = "sdpa" if part._supports_sdpa else "eager"
+            usual = "sdpa" if part._supports_sdpa else "eager"
+            config._attn_implementation_internal = TOWER_ATTENTION if packs_images(part) else usual
 
 
 def _text_configs(model: PreTrainedModel) -> Iterator[Any]:

@@ -22,6 +22,8 @@ from nanoinfer.models.transformers.attention_interface import (
     probing_masks,
     text_part,
 )
+from nanoinfer.models.transformers.fast_towers import speed_up_tower
+from nanoinfer.models.transformers.host_tensors import HostTensorsFollow
 from nanoinfer.models.transformers.transformers_config import shortened
 
 # What a language model may be called with, beside what is captured; None and numbers are no matter.
@@ -55,6 +57,11 @@ class TransformersImageEncoder:
         if self._base is self._language_model:
             raise ModelError(f"{type(model).__name__} has no language model apart from what sees; leave images out")
         name_attention_of_towers(model)
+        if model.device.type == "cuda":
+            for part in self._base.children():
+                if part is not self._language_model:
+                    speed_up_tower(part)
+        self._uploads = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._name = type(model).__name__
         self._model = model
         self._vision = getattr(model.config, "vision_config", None)
@@ -78,8 +85,9 @@ class TransformersImageEncoder:
         rows = seen["inputs_embeds"]  # (1, num_tokens, hidden_size)
         if deepstack := seen.get("deepstack_visual_embeds"):
             levels = rows.new_zeros(len(deepstack), *rows.shape[1:])
-            levels[:, seen["visual_pos_masks"][0]] = torch.stack([*deepstack]).to(rows.dtype)
-            rows = torch.cat((rows, levels))
+            places = [place for place, token_id in enumerate(token_ids) if token_id == self.image_token_id]
+            added = torch.stack([*deepstack]).to(rows.dtype)
+            rows = torch.cat((rows, levels.index_copy_(1, numbers_to_device(places, rows.device), added)))
         parts = rows.split([len(image.token_ids) for image in images], dim=1)
         return [part.clone() for part in parts]
 
@@ -114,9 +122,10 @@ class TransformersImageEncoder:
         errors = []
         for inputs in self._largest_inputs(num_values):
             tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in inputs.shapes.items()}
-            tensors |= {name: torch.tensor(sizes, device=device) for name, sizes in inputs.sizes.items()}
+            tensors |= {name: torch.tensor(sizes, device="cpu") for name, sizes in inputs.sizes.items()}
             try:
-                return self._base.get_image_features(**tensors)
+                with HostTensorsFollow(device):
+                    return self._base.get_image_features(**tensors)
             except Exception as error:  # models fail in their own ways
                 if is_out_of_memory(error):
                     raise
@@ -159,11 +168,11 @@ class TransformersImageEncoder:
     ) -> dict[str, Any]:
         """Run the model up to its language model; return what that is called with."""
         device = self._model.device
-        ids = numbers_to_device([*token_ids], device)[None]
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        ids = torch.tensor([[*token_ids]], device="cpu")
+        inputs = {name: self._placed(tensor) for name, tensor in tensors.items()}
         inputs |= self._token_types(ids)
         if positions is not None:
-            inputs["position_ids"] = positions.to(device)
+            inputs["position_ids"] = positions
         seen: dict[str, Any] = {}
 
         def note(*_: Any, **options: Any) -> NoReturn:
@@ -172,7 +181,8 @@ class TransformersImageEncoder:
 
         self._language_model.forward = note
         try:
-            self._base(input_ids=ids, use_cache=False, **inputs)
+            with HostTensorsFollow(device):
+                self._base(input_ids=ids, use_cache=False, **inputs)
         except LanguageModelReached:
             pass
         finally:
@@ -199,6 +209,22 @@ class TransformersImageEncoder:
             return
         raise ModelError(f"{self._name} {what}, which is not supported; leave images out")
 
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Return an input of the model where it is read: sizes of images on the host, all others on the device.
+
+        Those are large. A copy of memory that is not pinned waits for all that its stream was given before, and pinning
+        takes longer than the copy; so copies have a stream of their own.
+        """
+        is_of_sizes = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+        if is_of_sizes or self._uploads is None:
+            return tensor
+        stream = torch.cuda.current_stream(self._model.device)
+        with torch.cuda.stream(self._uploads):
+            uploaded = tensor.to(self._model.device, non_blocking=True)
+        stream.wait_stream(self._uploads)
+        uploaded.record_stream(stream)
+        return uploaded
+
     def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the model's inputs that say which tokens stand for images."""
         return {name: (ids == self.image_token_id).long() for name in TOKEN_TYPES if name in self._options}
@@ -220,8 +246,9 @@ class TransformersImageEncoder:
         zero = torch.zeros((), dtype=torch.long, device=self._model.device)
         kinds: dict[bool, set[ImageSight | None]] = {False: set(), True: set()}  # by whether there is a window
         for function in made:
-            has_window = not torch.as_tensor(function(zero, zero, zero + window + len(begin) - 1, zero)).item()
-            mask = torch.as_tensor(function(zero, zero, index[:, None], index[None]))
+            with HostTensorsFollow(index.device):
+                has_window = not torch.as_tensor(function(zero, zero, zero + window + len(begin) - 1, zero)).item()
+                mask = torch.as_tensor(function(zero, zero, index[:, None], index[None]))
             ahead = mask.expand(len(begin), len(begin)).triu(1).nonzero().tolist()
             kind = ImageSight.CAUSAL if not ahead else ImageSight.WHOLE_IMAGE if ahead == [[1, 2]] else None
             kinds[has_window].add(kind)

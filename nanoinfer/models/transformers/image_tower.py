@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from nanoinfer.checkpoint.loader import iterate_weights
 from nanoinfer.checkpoint.weights import listed
+from nanoinfer.device import to_device
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, StepRotary, position_axes
@@ -58,7 +59,7 @@ class NativeImageEncoder(TransformersImageEncoder):
 
 
 class GivenEmbedding(nn.Module):
-    """Looks up the embeddings of tokens in another model."""
+    """Looks up the embeddings of tokens, which are on the host, in another model."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -66,7 +67,8 @@ class GivenEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         (decoder,) = self._decoder
-        embeddings: Tensor = decoder.embed_tokens(token_ids.flatten()) * decoder.embedding_multiplier
+        ids = to_device(token_ids.flatten(), decoder.embed_tokens.weight.device)
+        embeddings: Tensor = decoder.embed_tokens(ids) * decoder.embedding_multiplier
         return embeddings.unflatten(0, token_ids.shape)
 
 

@@ -1,0 +1,110 @@
+"""Attention of what sees: one call for all images of a batch, where transformers has one for each image.
+
+transformers tells attention functions with "flash" in their names where each image begins and ends, if the model
+packs images one after the other. Towers of other kinds pass images as a batch, and are not called by this name.
+"""
+
+import inspect
+from collections import Counter
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from nanoinfer.device import compute_capability, to_device
+
+TOWER_ATTENTION = "nanoinfer_flash"
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+CUDNN_LEN = 512  # patches of a segment
+CALLS_BEFORE_CUDNN = 300  # of a shape: some ten batches of images
+_num_calls = Counter[tuple[Any, ...]]()
+
+
+class Segments(NamedTuple):
+    """Says where the patches of each image, or of each window of one, lie.
+
+    lens: of all of them. starts: (1 + their number,) int32, on the device: where each begins, and where the last ends.
+    """
+
+    lens: tuple[int, ...]
+    starts: Tensor
+
+
+def packs_images(tower: PreTrainedModel) -> bool:
+    """Return whether a tower computes the patches of several images as one sequence, and says where they begin."""
+    return any("cu_seqlens" in inspect.signature(part.forward).parameters for part in tower.modules())
+
+
+def attend_in_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """Return the outputs of attention within each segment, like q: (num_patches, num_heads, head_dim).
+
+    k, v: the same, or of fewer heads, each of which serves as many neighbouring ones of q.
+    """
+    if k.shape[1] < q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    fits_flash = q.dtype in FLASH_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256
+    if fits_flash and compute_capability(q.device) >= (8, 0):
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = max(segments.lens)
+        if _suits_cudnn(q, segments):
+            return _attend_in_batch(q, k, v, len(segments.lens), scale)
+        heads = varlen_attn(q, k, v, segments.starts, segments.starts, longest, longest, scale=scale)
+        assert isinstance(heads, Tensor), "only heads were asked for"
+        return heads
+    parts = zip(*(x.transpose(0, 1)[None].split(segments.lens, dim=2) for x in (q, k, v)), strict=True)
+    outputs = [nn.functional.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in parts]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def _suits_cudnn(q: Tensor, segments: Segments) -> bool:
+    """Return whether cuDNN is faster: on Hopper and later, for long segments of one length that come time and again.
+
+    It takes the host long to prepare for each new shape.
+    """
+    if len({*segments.lens}) > 1 or segments.lens[0] < CUDNN_LEN or compute_capability(q.device) < (9, 0):
+        return False
+    shape = q.device, q.dtype, len(segments.lens), *q.shape
+    _num_calls[shape] += 1
+    return _num_calls[shape] > CALLS_BEFORE_CUDNN
+
+
+def _attend_in_batch(q: Tensor, k: Tensor, v: Tensor, num_segments: int, scale: float | None) -> Tensor:
+    """Compute attention within segments of one length, by cuDNN where it can."""
+    q, k, v = (x.contiguous().unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+@lru_cache(maxsize=8)  # by identity: each layer is given the same tensor
+def _segments(starts: Tensor, device: torch.device) -> Segments:
+    bounds = starts.tolist()
+    lens = tuple(end - start for start, end in pairwise(bounds))
+    return Segments(lens, to_device(starts, device) if starts.device != device else starts)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if cu_seq_lens_q is None or attention_mask is not None or query.shape[0] != 1:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return out, None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend_in_segments(q, k, v, _segments(cu_seq_lens_q, q.device), scaling)[None], None
+
+
+AttentionInterface.register(TOWER_ATTENTION, _attention)

@@ -1,0 +1,129 @@
+"""What sees computes many images at once as each by itself, and reads nothing from the device on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanoinfer.models.images import ImageContent
+from nanoinfer.models.transformers import host_tensors, image_encoder, tower_attention
+from nanoinfer.models.transformers.attention_interface import base_model, name_attention_of_towers, text_part
+from nanoinfer.models.transformers.fast_towers import speed_up_tower
+from nanoinfer.models.transformers.host_tensors import HostTensorsFollow
+from nanoinfer.models.transformers.image_encoder import TransformersImageEncoder
+from nanoinfer.models.transformers.tower_attention import Segments, attend_in_segments, packs_images
+from tests.images.seeing_models import ALL, IS_5
+
+PACKING = ["Qwen3VLForConditionalGeneration"]
+if IS_5:
+    PACKING += [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3_5", "GlmOcr", "PaddleOCRVL")]
+# Those that look for empty tiles, say, or make sizes on the device.
+READING = ("SmolVLM", "Idefics3", "Idefics2", "GraniteDocling", "Aria", "Gemma4", "Gemma4Unified", "Ovis2", "Step3p7")
+NOT_PACKING = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+
+
+def make(architecture: str) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ALL[architecture].make().float().eval()
+
+
+def tower_inputs(architecture: str, seeds: list[int]) -> dict[str, torch.Tensor]:
+    pictures = [ALL[architecture].picture(seed).tensors for seed in seeds]
+    return {name: torch.cat([picture[name] for picture in pictures]) for name in pictures[0]}
+
+
+def features(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = base_model(model).get_image_features(**inputs)
+    found = getattr(found, "pooler_output", found)
+    if isinstance(found, tuple) and isinstance(found[-1], list):  # of transformers 4, with deepstack's beside it
+        found = found[0]
+    return torch.cat([*found]) if isinstance(found, (list, tuple)) else found
+
+
+@pytest.mark.parametrize("architecture", PACKING)
+@torch.inference_mode()
+def test_packed_images_attend_each_to_itself_as_in_transformers(architecture: str) -> None:
+    model, inputs = make(architecture), tower_inputs(architecture, [0, 1, 2])
+    expected = features(model, inputs)
+    assert all(packs_images(part) for name, part in model.model.named_children() if name == "visual")
+    name_attention_of_towers(model)
+    torch.testing.assert_close(features(model, inputs), expected)
+
+
+@pytest.mark.parametrize("architecture", NOT_PACKING)
+def test_other_towers_keep_the_attention_of_transformers(architecture: str) -> None:
+    model = make(architecture)
+    name_attention_of_towers(model)
+    configs = [part.config for part in model.modules() if hasattr(part, "config")]
+    assert "nanoinfer_flash" not in {getattr(config, "_attn_implementation", None) for config in configs}
+
+
+@pytest.mark.parametrize("architecture", PACKING)
+@torch.inference_mode()
+def test_faster_parts_give_what_those_of_transformers_do(architecture: str) -> None:
+    model, inputs = make(architecture), tower_inputs(architecture, [0, 1, 2])
+    expected = features(model, inputs)
+    assert speed_up_tower(model.model.visual) >= 3  # the rotations of two layers, and the embedding of patches
+    torch.testing.assert_close(features(model, inputs), expected)
+
+
+@pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy without pinned memory, which there is none of without a GPU."""
+
+    def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert tensor.is_contiguous(), "what is expanded cannot be pinned"
+        return tensor.to(device)
+
+    for module in (host_tensors, tower_attention):
+        monkeypatch.setattr(module, "to_device", copied)
+    monkeypatch.setattr(image_encoder, "numbers_to_device", lambda numbers, device: torch.tensor(numbers).to(device))
+
+
+@pytest.mark.skipif(not IS_5, reason="transformers 4 makes numbers of some tensors on the device")
+@pytest.mark.usefixtures("unpinned")
+@pytest.mark.parametrize("architecture", sorted(ALL.keys() - {f"{name}ForConditionalGeneration" for name in READING}))
+def test_images_are_encoded_without_a_wait_for_the_device(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the device "meta" have no values: whatever reads one fails."""
+    model, pictures = make(architecture), [ALL[architecture].picture(seed) for seed in (0, 1)]
+    encoder = TransformersImageEncoder(model)
+    images = [ImageContent(one.token_ids, one.tensors) for one in pictures]
+    if not encoder.may_join(*images):
+        images.pop()
+    for part in base_model(model).children():
+        if part is not text_part(model):
+            speed_up_tower(part)
+    model.to("meta")
+    monkeypatch.setattr(encoder, "_placed", lambda x: x.to("meta") if x.dtype in (torch.float32, torch.bool) else x)
+    rows = encoder.encode(images)
+    assert [one.shape[1] for one in rows] == [len(image.token_ids) for image in images]
+    assert {one.device.type for one in rows} == {"meta"}
+
+
+@pytest.mark.usefixtures("unpinned")
+def test_tensors_of_the_host_follow_those_on_the_device() -> None:
+    device = torch.device("meta")
+    on_host, there = torch.arange(3), torch.empty(3, device=device)
+    with HostTensorsFollow(device):
+        assert (there + on_host).device == device
+        assert (there + on_host[:, None].expand(3, 3)).device == device
+        assert torch.cat([there, on_host]).device == device
+        assert there[on_host].device == device
+        assert on_host.to(there.device).device == device
+        assert (on_host + on_host).tolist() == [0, 2, 4]
+        assert on_host.to(torch.float32).device.type == "cpu"
+        assert (there * torch.tensor(2)).device == device
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_segments_attend_within_themselves(num_kv_heads: int) -> None:
+    q, k, v = torch.randn(3, 7, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    k, v = k[:, :num_kv_heads], v[:, :num_kv_heads]
+    segments = Segments((4, 3), torch.tensor([0, 4, 7], dtype=torch.int32))
+    mask = torch.zeros(7, 7, dtype=torch.bool)
+    mask[:4, :4] = mask[4:, 4:] = True
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(attend_in_segments(q, k, v, segments, 0.3), expected[0].transpose(0, 1))
