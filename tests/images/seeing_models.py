@@ -359,7 +359,7 @@ OTHERS: dict[str, Seeing] = {  # which take long to test, all together
     ),
     "Qwen2VLForConditionalGeneration": of_rules("Qwen2VL", GLM_PICTURE, "mm_token_type_ids", text_config=THREE),
 }
-MORE: dict[str, Seeing] = {  # of which one test is quick, from version 5 on
+MORE: dict[str, Seeing] = {  # from version 5 on
     f"{name}ForConditionalGeneration": of_rules(name, picture, types, **overrides)
     for name, picture, types, overrides in (
         ("Aria", aria, None, {"projector_patch_to_query_dict": {16: 4}}),
@@ -403,6 +403,15 @@ MORE: dict[str, Seeing] = {  # of which one test is quick, from version 5 on
     )
     if FIRST_VERSIONS.get(name, (5, 0)) <= VERSION and hasattr(transformers, f"{name}ForConditionalGeneration")
 }
+# Those of MORE that have something which no other class has; the rest takes long to test, all together.
+SPECIAL = tuple(
+    f"{name}ForConditionalGeneration"
+    for name in (
+        *("Aria", "CohereCompass", "DeepseekOcr2", "Gemma4", "Gemma4Unified", "GraniteDocling"),
+        *("Idefics2", "Kimi_K25", "LightOnOcr", "Llama4", "Ovis2"),
+    )
+    if f"{name}ForConditionalGeneration" in MORE
+)
 ALL = MODELS | OTHERS | MORE
 
 

@@ -22,6 +22,7 @@ from tests.images.seeing_models import (
     MODELS,
     MORE,
     OTHERS,
+    SPECIAL,
     answers_of_transformers,
     make_prompt,
     tiny_config,
@@ -140,7 +141,7 @@ def test_others_that_see_answer_as_transformers_does(architecture: str, case_of:
     assert_answers_as_transformers(case_of(architecture), impls(architecture)[-1])
 
 
-@pytest.mark.parametrize(("architecture", "model_impl"), [(name, impl) for name in MORE for impl in impls(name)])
+@pytest.mark.parametrize(("architecture", "model_impl"), [(name, impl) for name in SPECIAL for impl in impls(name)])
 def test_more_classes_that_see_answer_as_transformers_does(architecture: str, model_impl: str, tmp_path: Path) -> None:
     """In chunks that end within images, with the same image again, and with hits in the prefix cache."""
     write_seeing(architecture, tmp_path)

@@ -231,6 +231,22 @@ class TransformersImageEncoder:
 
     def _find_sight(self) -> ImageSight:
         """Return which other tokens those of an image see. Raises ModelError for what is not supported."""
+        kinds = {kind for kind, _ in self._masks(0)}
+        if len(kinds) <= 1 and None not in kinds:
+            return next(iter(kinds), None) or ImageSight.CAUSAL
+        window = getattr(self._model.config.get_text_config(), "sliding_window", None) or 0
+        if self._masks(window) == {(ImageSight.CAUSAL, False), (ImageSight.WHOLE_IMAGE, True)}:
+            return ImageSight.WHOLE_IN_WINDOWS
+        raise ModelError(
+            f"in {self._name}, tokens see other ones than those before them and those of their own image, which is not "
+            "supported; leave images out"
+        )
+
+    def _masks(self, window: int) -> set[tuple[ImageSight | None, bool]]:
+        """Return what the masks of a prompt with images show: a sight, and whether they end at a window of this size.
+
+        A sight is None if it is of no kind that is supported.
+        """
         made: list[Any] = []
 
         def make(function: Any, q_length: int, kv_length: int, device: torch.device) -> Tensor:
@@ -238,29 +254,20 @@ class TransformersImageEncoder:
             return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
 
         image, text = self.image_token_id, 0 if self.image_token_id else 1
-        begin = [text, image, image, text, image, text]
-        window = getattr(self._model.config.get_text_config(), "sliding_window", None) or 0
+        prompt = [text, image, image, text, image, text]
         with probing_masks(self._model, make):
-            self._capture(begin + [text] * window, {})
-        index = torch.arange(len(begin), device=self._model.device)
+            self._capture(prompt + [text] * window, {})
+        index = torch.arange(len(prompt), device=self._model.device)
         zero = torch.zeros((), dtype=torch.long, device=self._model.device)
-        kinds: dict[bool, set[ImageSight | None]] = {False: set(), True: set()}  # by whether there is a window
+        found: set[tuple[ImageSight | None, bool]] = set()
         for function in made:
             with HostTensorsFollow(index.device):
-                has_window = not torch.as_tensor(function(zero, zero, zero + window + len(begin) - 1, zero)).item()
                 mask = torch.as_tensor(function(zero, zero, index[:, None], index[None]))
-            ahead = mask.expand(len(begin), len(begin)).triu(1).nonzero().tolist()
+                sees_first = torch.as_tensor(function(zero, zero, index[-1] + window, zero)).item()
+            ahead = mask.expand(len(prompt), len(prompt)).triu(1).nonzero().tolist()
             kind = ImageSight.CAUSAL if not ahead else ImageSight.WHOLE_IMAGE if ahead == [[1, 2]] else None
-            kinds[has_window].add(kind)
-        found = kinds[False] | kinds[True]
-        if len(found) <= 1 and None not in found:
-            return ImageSight.WHOLE_IMAGE if ImageSight.WHOLE_IMAGE in found else ImageSight.CAUSAL
-        if kinds == {False: {ImageSight.CAUSAL}, True: {ImageSight.WHOLE_IMAGE}}:
-            return ImageSight.WHOLE_IN_WINDOWS
-        raise ModelError(
-            f"in {self._name}, tokens see other ones than those before them and those of their own image, which is "
-            "not supported; leave images out"
-        )
+            found.add((kind, not sees_first))
+        return found
 
 
 def image_token_id(config: Any) -> int:

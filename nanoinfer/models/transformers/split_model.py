@@ -1,5 +1,6 @@
 """A model of transformers in two halves: its layers, and what its own head makes of hidden states."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -49,9 +50,11 @@ class SplitModel:
         if len(images.rows) > 1:
             is_image = torch.zeros(1, len(ids), dtype=torch.bool, device=ids.device).index_fill(1, images.places, True)
             options |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": [*images.rows[1:]]}
-        if getattr(language_model.config, "hidden_size_per_layer_input", 0):  # images have the padding's (Gemma 4)
+        if getattr(language_model.config, "hidden_size_per_layer_input", 0):  # images have the padding's (Gemma 3n, 4)
             ids = ids.index_fill(0, images.places, language_model.config.pad_token_id)
-            options["per_layer_inputs"] = language_model.get_per_layer_inputs(ids[None], None)
+            of_tokens = language_model.get_per_layer_inputs
+            others = dict.fromkeys({*inspect.signature(of_tokens).parameters} - {"input_ids"})  # of embeddings, if any
+            options["per_layer_inputs"] = of_tokens(input_ids=ids[None], **others)
         return language_model(inputs_embeds=embeddings[None], position_ids=positions, **{"use_cache": False, **options})
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
