@@ -23,7 +23,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
-from nanoinfer.speculation.controller import Acceptance, Controller
+from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller
 from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
 from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculation.watch import MAX_WATCHED, Watch
@@ -77,7 +77,7 @@ class DraftedRow:
         self.drafts.follow()
         self.num_followed = len(tokens)
         self.draft = self.drafts.draft(most, takes_short)
-        self.num_equal = self.drafts.num_before
+        self.num_equal = min(self.drafts.num_before, MOST_EQUAL)  # so that rows are of few kinds
         if self.seq.constraint is not None:
             forced = [*self.seq.constraint.forced()][:most]
             self.num_forced = len(forced)
