@@ -107,8 +107,7 @@ class DecodeGraphs:
         self._pool: Any = None  # the handle of their memory pool
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
-            key = GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0)
-            self._graphs[key] = self._capture(key, is_warm)
+            self._capture(GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0), is_warm)
 
     def replay(self, batch: DecodeBatch) -> None:
         """Run `forward` for the rows of a batch, and for padding after them."""
@@ -119,11 +118,11 @@ class DecodeGraphs:
         key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
             logger.info("capturing the CUDA graph of decode steps of %s", key)
-            self._graphs[key] = self._capture(key)
+            self._capture(key)
         self._inputs.fill(batch, self._padding, key.num_rows)
         self._graphs[key].replay()
 
-    def _capture(self, key: GraphKey, is_warm: bool = False) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: GraphKey, is_warm: bool = False) -> None:
         for inputs, padding in zip(self._inputs, self._padding, strict=True):
             inputs.copy_(padding)
         batch = self._inputs.batch(*key)
@@ -132,5 +131,4 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._pool):
             self._forward(batch)
-        self._pool = self._pool or graph.pool()
-        return graph
+        self._pool, self._graphs[key] = self._pool or graph.pool(), graph

@@ -16,6 +16,7 @@ from nanoinfer.runner.cuda_graphs import DecodeGraphs
 from nanoinfer.runner.pooler import Pooler
 from nanoinfer.runner.step_images import ImageRows
 from nanoinfer.runner.step_tables import StepTables
+from nanoinfer.sampling.proposals import Proposals
 from nanoinfer.sampling.row_state import RowState, admit_rows
 from nanoinfer.sampling.sampler import Sampler
 
@@ -54,10 +55,21 @@ class DeviceState:
     graphs_by_use: tuple[DecodeGraphs | None, DecodeGraphs | None] = None, None  # without adapters in a step, and with
     images: ImageRows | None = None
 
-    def may_pack(self, host_rows: list[int]) -> bool:
-        """Return whether lines of these rows may be packed: nothing counts on as many of each row."""
+    def enter_proposals(
+        self, header: Header, on_host: AllSections, on_device: UploadedSections, packs_lines: bool
+    ) -> Proposals:
+        """Enter what a packet proposes to its decode rows; return it.
+
+        packs_lines: whether the rows' lines may be packed. They are, if nothing counts on equally many of each row.
+        """
+        proposals = Proposals.read(on_host, on_device)
+        rows = column(on_device, "decode_rows", "row")
+        proposals.enter(rows.long(), self.tables.token_ids, self.tables.context_lens)
         has_adapters = self.adapters is not None and self.adapters.are_used
-        return not (self.images is not None or has_adapters or self.sampler.copies(host_rows))
+        if not packs_lines or header.awaits_masks or has_adapters or self.images is not None:
+            return proposals
+        host_rows = column(on_host, "decode_rows", "row").tolist()
+        return proposals if self.sampler.copies(host_rows) else proposals.packed()
 
     def prefill_step(self, header: Header, chunks: Tensor, host_chunks: list[list[int]]) -> ForwardStep:
         """Return the step that computes these chunks: see `StepTables.prefill_step`."""

@@ -95,19 +95,16 @@ class ModelRunner:
     def _launch_decode(self, header: Header, on_host: AllSections, on_device: UploadedSections) -> LaunchedStep:
         rows, num_shared_blocks, num_sharers = on_device.decode_rows.unbind(1)
         shares = column(on_host, "decode_rows", "num_shared_blocks").any()
-        host_rows = column(on_host, "decode_rows", "row").tolist()
         batch = DecodeBatch(rows, SharedPrefixes(num_shared_blocks, num_sharers) if shares else None)
         proposals = None
         if header.counts["proposals"]:
-            proposals = Proposals.read(on_host, on_device)
-            proposals.enter(rows.long(), self.state.tables.token_ids, self.state.tables.context_lens)
-            if self.model.packs_lines and self.state.may_pack(host_rows) and not (shares or header.awaits_masks):
-                proposals = proposals.packed()
+            proposals = self.state.enter_proposals(header, on_host, on_device, self.model.packs_lines and not shares)
             batch = proposals.added_to(batch)
         elif self.state.tables.recurrent_states is not None:
             self.state.tables.recurrent_states.flush(rows)  # steps of one token a row know of nothing pending
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
         forward(batch)
+        host_rows = column(on_host, "decode_rows", "row").tolist()
         return LaunchedStep(rows.long(), host_rows, [], proposals)
 
     def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:

@@ -104,22 +104,20 @@ class StepTables:
 
     def decode_step(self, batch: DecodeBatch) -> ForwardStep:
         """Return the step that computes the newest token of each row, and maybe some that follow it in `token_ids`."""
-        rows, shared_prefixes, num_tokens, num_row_tokens, num_packed = batch
-        lines = None
-        if num_packed and num_row_tokens is not None:
-            lines = PackedLines.of(num_row_tokens, num_tokens, num_packed)
+        rows, shared_prefixes, num_tokens, num_row_tokens, _ = batch
+        lines = PackedLines.of(batch)
         metadata: list[DecodeMetadata] = []
         for table in self.tables:
             token_ids, positions, slots, lens, blocks = read_rows(
                 rows, self.token_ids, self.context_lens, table, self.kv_cache.block_size, num_tokens, num_row_tokens
             )
             if lines is not None:
-                slots = torch.where(lines.are_own, slots[lines.unpacked], -1)
+                token_ids, positions, slots = lines.take(token_ids, positions, slots)
             metadata.append(DecodeMetadata(slots, lens, blocks, shared_prefixes, num_tokens, num_row_tokens, lines))
             shared_prefixes = None  # it names blocks of the first table
         return ForwardStep(
-            token_ids=token_ids if lines is None else token_ids[lines.unpacked],
-            positions=positions if lines is None else positions[lines.unpacked],
+            token_ids=token_ids,
+            positions=positions,
             kv_cache=self.kv_cache,
             metadata=tuple(metadata),
             recurrent_states=self.recurrent_states,

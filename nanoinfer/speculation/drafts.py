@@ -37,6 +37,14 @@ class Draft(NamedTuple):
     score: float
 
 
+class Match(NamedTuple):
+    """Places in a text after the last tokens of another, the newest first. score: see Draft."""
+
+    places: list[int]
+    num_equal: int
+    score: float
+
+
 class EarlierAnswers:
     """Keeps the newest answers of the engine for "suffix".
 
@@ -74,11 +82,12 @@ class TextDrafts:
         min_match = min(MIN_MATCH, self._max_match) if self._is_suffix else options.prompt_lookup_min
         self._index = TextIndex(token_ids, min_match)
         self._index.extend()
+        self._of_few: TextIndex | None = None  # single tokens, once they are looked up
         self._num_followed = len(token_ids)
         # Where the text is being copied from: places in one text, the newest first, each at what would come next.
         self._source, self._places = NO_TEXT, list[int]()
         self._num_matched = 0  # tokens before the places that are equal, but for those that differed
-        self.num_equal = 0  # since the last one that differed
+        self.num_equal = self.num_before = 0  # since the last one that differed; before the last draft
         self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
         self._has_missed = False  # whether the newest token was not that of the source
         self._left_at = self._ended_at = 0  # where the copy ended: in the source, and in the text
@@ -110,15 +119,30 @@ class TextDrafts:
             self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
         return position
 
-    def draft(self, most: int) -> list[int]:
-        """Return at most so many tokens that may come next."""
+    def draft(self, most: int, takes_short: bool = True) -> list[int]:
+        """Return at most so many tokens that may come next. `num_before` says how many before them are equal.
+
+        takes_short: whether "suffix" may go by fewer than MIN_MATCH of them where nothing else is found.
+        """
         if not self._places or (self._has_missed and self._num_trusted < SURE_MATCH):
             self._look_up(most)
         if not self._places:
             self._resume()
-        if not self._places:
+        self.num_before = self.num_equal
+        if self._places:
+            return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
+        return self._draft_from_few(most) if takes_short and self._is_suffix else []
+
+    def _draft_from_few(self, most: int) -> list[int]:
+        """Return what follows the newest token elsewhere in the text, without a copy that would be followed."""
+        self._of_few = self._of_few or TextIndex(self._index.tokens, 1)
+        self._of_few.extend()
+        tokens = self._index.tokens
+        if not (places := [*islice(self._of_few.places(tokens), MAX_PLACES)]):
             return []
-        return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
+        match = self._best_match(tokens, places, most)
+        self.num_before = match.num_equal
+        return self._go_on(tokens, match.places, self._limited(most, match.num_equal)).token_ids
 
     def _limited(self, most: int, num_matched: int) -> int:
         """Return how many tokens may be proposed after so many that are equal."""
@@ -163,22 +187,26 @@ class TextDrafts:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
         self._index.extend()
         best = 0.0
-        halves = self._answers.halves if self._is_suffix else []
-        for index in (self._index, *halves):
-            text, other = self._index.tokens, index.tokens
-            places = [*islice(index.places(text), MAX_PLACES)]
-            if not places:
-                continue
-            matched = [count_equal(text, other, place, self._max_match) for place in places]
-            if not self._is_suffix:
-                best_match = max(matched)
-                self._point(other, [places[matched.index(best_match)]], best_match)
-                return
-            for length in sorted({*matched}, reverse=True):
-                equal = [place for place, its in zip(places, matched, strict=True) if its >= length]
-                if (score := self._go_on(other, equal, self._limited(most, length)).score) > best:
-                    best = score
-                    self._point(other, equal, length)
+        for index in (self._index, *(self._answers.halves if self._is_suffix else [])):
+            if places := [*islice(index.places(self._index.tokens), MAX_PLACES)]:
+                match = self._best_match(index.tokens, places, most)
+                if match.score > best:
+                    best = match.score
+                    self._point(index.tokens, match.places, match.num_equal)
+
+    def _best_match(self, other: "array[int]", places: list[int], most: int) -> Match:
+        """Return the longest match of the text's last tokens before these places; of "suffix", with the best draft."""
+        text = self._index.tokens
+        matched = [count_equal(text, other, place, self._max_match) for place in places]
+        if not self._is_suffix:
+            return Match([places[matched.index(max(matched))]], max(matched), 1.0)
+        best = Match([], 0, 0.0)
+        for length in sorted({*matched}, reverse=True):
+            equal = [place for place, its in zip(places, matched, strict=True) if its >= length]
+            score = self._go_on(other, equal, self._limited(most, length)).score
+            if score > best.score:
+                best = Match(equal, length, score)
+        return best
 
     def _point(self, source: "array[int]", places: list[int], num_matched: int) -> None:
         self._source, self._places, self._has_missed = source, places, False

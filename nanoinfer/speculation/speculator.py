@@ -23,7 +23,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interfaces import RunnerLimits
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
-from nanoinfer.speculation.controller import Acceptance, Controller
+from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller
 from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
 from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculation.watch import MAX_WATCHED, Watch
@@ -34,6 +34,7 @@ logger = logging.getLogger("nanoinfer")
 NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
 # Of many rows each proposal takes time, since steps are bound by arithmetic: it has to be as likely as rows / this.
 ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
+MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 
@@ -66,7 +67,7 @@ class DraftedRow:
         self.draft: list[int] = []
         self.num_forced = self.num_equal = 0
 
-    def follow(self, most: int, of_text: Acceptance, of_forms: Acceptance) -> None:
+    def follow(self, most: int, of_text: Acceptance, of_forms: Acceptance, takes_short: bool) -> None:
         """Judge the draft by the tokens that have come, and draft at most so many for what comes next."""
         tokens = self.seq.token_ids
         if self.num_followed == len(tokens):
@@ -75,7 +76,8 @@ class DraftedRow:
             self._judge(tokens[self.num_followed : self.num_followed + len(self.draft)], of_text, of_forms)
         self.drafts.follow()
         self.num_followed = len(tokens)
-        self.draft, self.num_equal = self.drafts.draft(most), self.drafts.num_equal
+        self.draft = self.drafts.draft(most, takes_short)
+        self.num_equal = min(self.drafts.num_before, MOST_EQUAL)  # so that rows are of few kinds
         if self.seq.constraint is not None:
             forced = [*self.seq.constraint.forced()][:most]
             self.num_forced = len(forced)
@@ -176,7 +178,7 @@ class Speculator:
         if row is None:
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts)
-        row.follow(self.max_num_tokens, self._of_text, self._of_forms)
+        row.follow(self.max_num_tokens, self._of_text, self._of_forms, len(self._seqs) <= MAX_SHORT)
         return row
 
     def _expected(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.layers.attention.metadata import PackedLines
+from nanoinfer.layers.attention.metadata import DecodeBatch, PackedLines
 from nanoinfer.sampling.proposals import Proposals
 from nanoinfer.token_ids import NO_TOKEN, NOT_COUNTED
 from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
@@ -389,8 +389,13 @@ def test_so_they_do_without_padding_between_rows(
 
 
 def test_packed_lines_are_those_of_rows_one_after_the_other() -> None:
-    lines = PackedLines.of(torch.tensor([2, 1, 3], dtype=torch.int32), num_tokens=3, num_packed=8)
+    counts = torch.tensor([2, 1, 3], dtype=torch.int32)
+    lines = PackedLines.of(DecodeBatch(counts, None, num_tokens=3, num_row_tokens=counts, num_packed=8))
+    assert lines is not None
     assert lines.unpacked[:6].tolist() == [0, 1, 3, 6, 7, 8]
     assert lines.packed.tolist() == [0, 1, 1, 2, 2, 2, 3, 4, 5]
     assert lines.are_own.tolist() == [True] * 6 + [False] * 2
     assert lines.unpacked.max() < 9
+    inputs = lines.take(*torch.arange(9).expand(3, 9))
+    assert inputs[0][:6].tolist() == inputs[2][:6].tolist() == [0, 1, 3, 6, 7, 8]
+    assert inputs[2][6:].tolist() == [-1, -1]

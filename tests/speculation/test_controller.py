@@ -146,7 +146,7 @@ def test_text_that_repeats_nothing_has_plain_steps_and_few_rows_are_indexed(
     assert stats.draft_seconds_saved == 0
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(1, 20), (16, 100), (256, 100)])
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 23), (16, 120), (256, 100)])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_a_step_of_text_that_repeats_nothing_takes_few_calls(
     method: str, num_rows: int, most: int, monkeypatch: pytest.MonkeyPatch

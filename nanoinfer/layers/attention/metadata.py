@@ -86,8 +86,11 @@ class PackedLines(NamedTuple):
     are_own: Tensor  # (num_packed,) bool: False for padding after the last row
 
     @classmethod
-    def of(cls, num_row_tokens: Tensor, num_tokens: int, num_packed: int) -> "PackedLines":
-        """Pack the lines of rows that have so many tokens, (num_rows,) int32. The host does not wait for the device."""
+    def of(cls, batch: DecodeBatch) -> "PackedLines | None":
+        """Pack the lines of a batch, if it asks for that. The host does not wait for the device."""
+        _, _, num_tokens, num_row_tokens, num_packed = batch
+        if num_row_tokens is None or num_packed == 0:
+            return None
         starts, device = cumulative_lens(num_row_tokens), num_row_tokens.device
         line = torch.arange(num_packed, dtype=torch.int32, device=device)
         row = torch.searchsorted(starts[1:], line, right=True).clamp(max=len(num_row_tokens) - 1)
@@ -95,6 +98,11 @@ class PackedLines(NamedTuple):
         token = torch.arange(num_tokens, dtype=torch.int32, device=device)
         packed = starts[:-1, None] + torch.minimum(token, num_row_tokens[:, None] - 1)
         return cls(unpacked, packed.flatten().long(), line < starts[-1])
+
+    def take(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the packed ones of what all lines have, (num_rows * num_tokens,) each; padding has no slot."""
+        slots = torch.where(self.are_own, slots[self.unpacked], -1)
+        return token_ids[self.unpacked], positions[self.unpacked], slots
 
 
 @dataclass(frozen=True, slots=True)
