@@ -99,7 +99,8 @@ class ModelRunner:
         proposals = None
         if header.counts["proposals"]:
             proposals = self.state.enter_proposals(header, on_host, on_device, self.model.packs_lines and not shares)
-            batch = proposals.added_to(batch)
+            has_graphs = self.state.decode_graphs is not None
+            batch = proposals.added_to(batch, has_graphs, self.state.sampler.max_row_tokens)
         elif self.state.tables.recurrent_states is not None:
             self.state.tables.recurrent_states.flush(rows)  # steps of one token a row know of nothing pending
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode

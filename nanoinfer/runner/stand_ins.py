@@ -11,7 +11,7 @@ from typing import NamedTuple
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.metadata import DecodeBatch
 
-CAPTURE_LINES = 2048  # of padding; a model of 8B computes them in about the time of a capture
+CAPTURE_LINES = 4096  # of padding; a model of 8B computes them in about the time of a capture
 
 LINES = 128  # numbers of packed lines are multiples of it
 
@@ -32,8 +32,13 @@ class GraphKey(NamedTuple):
         return cls(size, batch.num_tokens, batch.shared_prefixes is not None, num_packed)
 
     @property
+    def num_all(self) -> int:
+        """How many lines there are with all padding."""
+        return self.num_rows * self.num_tokens
+
+    @property
     def num_lines(self) -> int:
-        return self.num_packed or self.num_rows * self.num_tokens
+        return self.num_packed or self.num_all
 
     def holds(self, other: "GraphKey") -> bool:
         """Return whether its graph can compute what another one is for."""
@@ -51,8 +56,9 @@ class StandIns:
     def choose(self, key: GraphKey, captured: Set[GraphKey]) -> GraphKey:
         """Return the graph that a step runs in: the one that it needs, to be captured now, or the next larger one."""
         larger = [] if key.num_tokens == 1 else [one for one in captured if one.holds(key)]
-        if not larger:
-            return key
+        if not larger:  # the first of its kind is to serve others, too
+            lines = min(key.num_packed and ceil_div(key.num_packed, 2 * key.num_rows) * 2 * key.num_rows, key.num_all)
+            return key._replace(num_packed=lines)
         smallest = min(larger, key=lambda one: one.num_lines)
         self._num_lines[key] += smallest.num_lines - key.num_lines
         return smallest if self._num_lines[key] <= CAPTURE_LINES else key

@@ -67,10 +67,15 @@ class Proposals(NamedTuple):
         columns = (context_lens[rows].unsqueeze(1) + places).clamp(max=token_ids.shape[1] - 1)
         token_ids[rows.unsqueeze(1), columns] = self.token_ids
 
-    def added_to(self, batch: DecodeBatch) -> DecodeBatch:
-        """Return a batch whose rows have these proposals."""
-        num_packed = 0 if self.own_lines is None else len(self.own_lines)
-        return batch._replace(num_tokens=self.num_tokens, num_row_tokens=self.num_row_tokens, num_packed=num_packed)
+    def added_to(self, batch: DecodeBatch, has_graphs: bool, max_row_tokens: int) -> DecodeBatch:
+        """Return a batch whose rows have these proposals.
+
+        Packed lines stay the same with more padding in attention. So their CUDA graphs are all of max_row_tokens.
+        """
+        num_tokens, num_packed = self.num_tokens, 0
+        if self.own_lines is not None:
+            num_tokens, num_packed = max_row_tokens if has_graphs else num_tokens, len(self.own_lines)
+        return batch._replace(num_tokens=num_tokens, num_row_tokens=self.num_row_tokens, num_packed=num_packed)
 
     def rows_of_lines(self, host_rows: list[int]) -> list[int]:
         """Return the row of each line of a step, given those of the step."""

@@ -71,7 +71,7 @@ class Sampler:
         self.context_lens = context_lens
         self.vocab_size = vocab_size
         self.tp = tp
-        self._max_row_tokens = max_row_tokens
+        self.max_row_tokens = max_row_tokens
         self.temperatures = torch.zeros(num_rows, dtype=torch.float32, device=self.device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self._draws = Draws(
@@ -166,7 +166,7 @@ class Sampler:
     def scratch_bytes(self) -> int:
         """Return the memory that float32 copies of logits, and masks, take at most."""
         copies = NUM_COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
-        num_masks = NUM_MASKS * len(self.context_lens) * self._max_row_tokens
+        num_masks = NUM_MASKS * len(self.context_lens) * self.max_row_tokens
         return copies + num_masks * self._mask_sender.num_words * torch.int32.itemsize
 
     def _draw(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:

@@ -3,7 +3,7 @@
 A step with proposals costs more in two ways. It computes more tokens, and it waits for the tokens before it, so nothing
 of the host's work is hidden behind the device's. Both are in the time from one step's schedule to the next one's, which
 is measured as steps come: for plain steps, and relative to these for steps with proposals, by the numbers of rows and
-of tokens. Until such steps have been measured twice, their cost is a guess that invites a trial.
+of tokens. Until such steps have been measured three times, their cost is a guess that invites a trial.
 """
 
 from collections import Counter, deque
@@ -11,7 +11,7 @@ from collections import Counter, deque
 from nanoinfer.engine.interfaces import row_sizes
 
 NUM_KEPT = 5  # measurements of a kind of step; their median counts
-NUM_NEEDED = 2  # before that, captures of graphs and compilations would be believed
+NUM_NEEDED, NUM_TRIED = 2, 3  # of plain steps, and of those that waited: fewer measurements are not believed
 MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
 GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
 GUESSED_ROWS = 1024  # of so many tokens more, a step is guessed to take twice as long
@@ -62,7 +62,7 @@ class Controller:
         self.choices = [size - 1 for size in row_sizes(most + 1)]
         self._plain: dict[int, deque[float]] = {}  # seconds, by number of rows
         self._num_plain = Counter[int]()  # of these that came
-        self._ratios: dict[tuple[int, int], deque[float]] = {}  # to a plain step; by rows and proposals of a row
+        self._seconds: dict[tuple[int, int], deque[float]] = {}  # of steps that waited, by rows and proposals of a row
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """Note the time of a plain step."""
@@ -70,39 +70,39 @@ class Controller:
         self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
         self._num_plain[size] += 1
         if self._num_plain[size] % NUM_REMEMBERED == 0:  # something else may have taken the time of a trial
-            self._ratios = {key: ratios for key, ratios in self._ratios.items() if key[0] != size}
+            self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] != size}
 
     def note(self, num_rows: int, num_proposals: int, seconds: float) -> None:
         """Note the time of a step that has waited, and has so many proposals a row."""
-        if (plain := self.plain_seconds(num_rows)) is not None:
-            key = (_size(num_rows), num_proposals)
-            self._ratios.setdefault(key, deque(maxlen=NUM_KEPT)).append(seconds / plain)
+        self._seconds.setdefault((_size(num_rows), num_proposals), deque(maxlen=NUM_KEPT)).append(seconds)
 
     def plain_seconds(self, num_rows: int) -> float | None:
         """Return what a plain step of so many rows takes; None before that is known.
 
-        What more rows take is scaled down: few rows take nearly as long, because a step reads all weights, and many
-        rows at least half as long and in proportion. So proposals go on to pay when rows become fewer.
+        What up to twice as many rows take is scaled down: few rows take nearly as long, because a step reads all
+        weights, and many rows at least half as long and in proportion. So proposals still pay when rows become fewer.
         """
         size = _size(num_rows)
         if (known := _median(self._plain.get(size, ()))) is not None:
             return known
-        for larger in sorted(one for one in self._plain if one > size):
+        for larger in sorted(one for one in self._plain if size < one <= 2 * size):
             if (known := _median(self._plain[larger])) is not None:
                 return known if larger <= FEW_ROWS else known * (1 + num_rows / larger) / 2
         return None
 
     def cost(self, num_rows: int, num_proposals: int) -> float:
-        """Return what a step with so many proposals a row takes, relative to a plain one."""
-        size, more = _size(num_rows), num_rows / GUESSED_ROWS
-        if (known := _median(self._ratios.get((size, num_proposals), ()))) is not None:
-            return known
+        """Return what a step with so many proposals a row takes, relative to a plain one of which the time is known."""
+        plain, size, more = self.plain_seconds(num_rows), _size(num_rows), num_rows / GUESSED_ROWS
+        if plain is None:
+            return GUESSED_WAIT + more * num_proposals
+        if (known := _fast(self._seconds.get((size, num_proposals), ()))) is not None:
+            return known / plain
         for fewer in reversed([one for one in (0, *self.choices) if one < num_proposals]):
-            if (known := _median(self._ratios.get((size, fewer), ()))) is not None:
-                return known + more * (num_proposals - fewer)
+            if (known := _fast(self._seconds.get((size, fewer), ()))) is not None:
+                return known / plain + more * (num_proposals - fewer)
         guess = GUESSED_WAIT + more * num_proposals
-        of_more_rows = (self._ratios[key] for key in sorted(self._ratios) if key[0] > size and key[1] == num_proposals)
-        return min((guess, *(known for one in of_more_rows if (known := _median(one)) is not None)))
+        of_more_rows = (its for key, its in self._seconds.items() if key[0] > size and key[1] == num_proposals)
+        return min((guess, *(known / plain for its in of_more_rows if (known := _fast(its)) is not None)))
 
     def choose(self, num_rows: int, expected: list[float], has_waited: bool = False) -> int:
         """Return how many tokens to propose for each row; 0 if a step without proposals is better.
@@ -129,3 +129,8 @@ def _size(num_rows: int) -> int:
 
 def _median(values: "deque[float] | tuple[()]") -> float | None:
     return sorted(values)[(len(values) - 1) // 2] if len(values) >= NUM_NEEDED else None
+
+
+def _fast(values: "deque[float] | tuple[()]") -> float | None:
+    """Return the time of a step that nothing has disturbed, such as the capture of a graph."""
+    return sorted(values)[(len(values) - 1) // 4] if len(values) >= NUM_TRIED else None
