@@ -555,7 +555,7 @@ class DecodeShape(NamedTuple):
 
 
 # By queries of a tile, up to so many: where a program may have 200 KiB of shared memory, and where it has less.
-DECODE_SHAPES = {16: DecodeShape(64, 3, 8, 1, 2), 32: DecodeShape(64, 3, 8, 1, 4), 64: DecodeShape(32, 3, 8, 1)}
+DECODE_SHAPES = {32: DecodeShape(64, 3, 4, 1, 4), 64: DecodeShape(32, 3, 8, 1)}
 SMALL_DECODE_SHAPES = {32: DecodeShape(16, 3, 4, 1)}
 
 
