@@ -5,7 +5,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from nanoinfer.models.transformers import fast_norms
 from nanoinfer.models.transformers.fast_norms import use_norm_kernel
+from nanoinfer.ops.norms.spec import rms_norm
 
 
 def norms(class_name: str, size: int = 24) -> tuple[nn.Module, nn.Module]:
@@ -46,3 +48,22 @@ def test_another_module_stays_as_it_is(module: nn.Module) -> None:
     forward = module.forward
     assert use_norm_kernel(nn.Sequential(module)) == 0
     assert module.forward == forward
+
+
+def test_the_kernel_gets_contiguous_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's projector normalises what it has transposed."""
+    given = list[Tensor]()
+
+    def noted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        given.append(x)
+        return rms_norm(x, weight, eps)
+
+    __import__("transformers.models.llama.modeling_llama")
+    norm, original = norms("llama.LlamaRMSNorm")
+    assert use_norm_kernel(nn.Sequential(norm)) == 1
+    monkeypatch.setattr(fast_norms, "rms_norm", noted)
+    x = torch.randn(24, 5, generator=torch.Generator().manual_seed(0)).t()
+    torch.testing.assert_close(norm(x), original(x))
+    assert not given
+    norm(x.contiguous())
+    assert len(given) == 1

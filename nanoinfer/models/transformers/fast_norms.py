@@ -41,7 +41,8 @@ def use_norm_kernel(model: nn.Module) -> int:
 def _norm(
     module: Any, original: Callable[..., Tensor], scale: Callable[[Tensor], Tensor], eps: float, x: Tensor
 ) -> Tensor:
-    if x.dtype != module.weight.dtype:  # a stream in float32 beside weights in 16 bits, say
+    # A stream in float32 beside weights in 16 bits, say, or what Gemma 3's projector has transposed.
+    if x.dtype != module.weight.dtype or x.stride(-1) != 1:
         return original(x)
     return rms_norm(x, scale(module.weight), eps)
 
