@@ -8,8 +8,9 @@ from torch import Tensor
 
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers import moe
 from nanoinfer.layers.moe import SigmoidRouter, SparseMoE
-from nanoinfer.ops.activations.spec import gated_sum
+from nanoinfer.ops.activations.spec import gated_sum, sigmoid_and_mul
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.norms.spec import add_rms_norm
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid
@@ -40,8 +41,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def build(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, tp: TensorParallel | None = None) -> SparseMoE:
     with CUDA:
-        moe = MoEConfig(sizes.experts, sizes.choices, sizes.inner, norm_topk_prob=True, has_experts=(True,))
-        layer = SparseMoE(sizes.hidden, moe, tp or TensorParallel()).to(dtype)
+        config = MoEConfig(sizes.experts, sizes.choices, sizes.inner, norm_topk_prob=True, has_experts=(True,))
+        layer = SparseMoE(sizes.hidden, config, tp or TensorParallel()).to(dtype)
     for param in layer.parameters():
         param.normal_(0.0, param.shape[-1] ** -0.5)
     return layer
@@ -135,6 +136,42 @@ def test_the_gated_sum_of_a_shared_expert_equals_its_specification(
     terms, hidden = randn(num_terms, num_tokens, size, dtype=dtype), randn(num_tokens, size, dtype=dtype)
     gate = randn(1, size, dtype=dtype) / size**0.5
     assert_close(gated_sum(terms, hidden, gate), gated_sum.__wrapped__(terms.float(), hidden.float(), gate.float()))
+
+
+@pytest.mark.parametrize("num_terms", [None, 2])
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 4096), (33, 1000)])
+def test_gates_of_attention_equal_their_specification(num_tokens: int, size: int, num_terms: int | None) -> None:
+    torch.manual_seed(0)
+    x, terms = (randn(count, num_tokens, 2 * size, dtype=torch.bfloat16)[..., :size] for count in (1, num_terms or 1))
+    gates = terms if num_terms else terms[0]
+    expected = sigmoid_and_mul.__wrapped__(x[0].float(), gates.float())
+    assert_close(sigmoid_and_mul(x[0], gates), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 96])
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_a_shared_expert_among_the_others_adds_what_it_adds_by_itself(
+    num_tokens: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(num_tokens)
+    config = MoEConfig(256, 8, 512, norm_topk_prob=True, has_experts=(True,), shared_size=512)
+    torch.set_default_dtype(torch.bfloat16)
+    with CUDA:
+        layer = SparseMoE(2048, config, TensorParallel(), is_shared_gated=is_gated)
+    torch.set_default_dtype(torch.float32)
+    layer.settle_weights()
+    for param in layer.parameters():
+        param.normal_(0.0, param.shape[-1] ** -0.5)
+    x, mask = randn(num_tokens, 2048, dtype=torch.bfloat16), torch.rand(num_tokens, device=CUDA) < 0.8
+    joined = layer(x, mask)
+    assert joined.other_terms is None
+    assert len(joined.terms) == 9
+    monkeypatch.setattr(moe, "MAX_JOINED_TOKENS", 0)
+    apart = layer(x, mask)
+    assert apart.other_terms is not None
+    expected = apart.terms.float().sum(0) + apart.other_terms.float().sum(0)
+    assert_close(joined.terms.float().sum(0).bfloat16()[mask], expected[mask])
+    assert (joined.terms[:, ~mask] == 0).all()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 40, 128, 256, 600, 3000])
