@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
 
 NORMALIZE = {"do_rescale": True, "do_normalize": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.25, 0.2]}
 NORMALIZE |= {"do_convert_rgb": True, "do_resize": True, "rescale_factor": 1 / 255, "resample": 3}
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 BYTES = 256  # ids of the tokens that stand for a byte; special tokens come after them
 
 
@@ -247,7 +249,7 @@ KINDS: dict[str, Kind] = {
         "GotOcr2ImageProcessor",
         {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "min_patches": 1, "max_patches": 4},
         "<IMG_CONTEXT>",
-        placeholder="<image>",
+        placeholder="<image>" if VERSION >= (5, 24) else "",
         around="{}\n",
         tokens=("<img>", "</img>"),
         named={"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
