@@ -29,8 +29,9 @@ from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
 MIN_TILE = 16  # what tensor cores take
 LEAST_TILES = 64  # of a step, unless its tokens are too few: larger tiles would not keep a GPU busy
 MAX_LINES = 64  # of A that a program multiplies by, and ranks that one adds up at a time
-MIN_STEPS = 2  # of DEPTH inputs, that a program sums up
-MAX_SPLITS = 32
+MIN_STEPS = 4  # of DEPTH inputs, that a program sums up
+MAX_SPLITS = 16  # further parts take longer to add up than they save
+SHRINKING = 2  # programs of small tiles for each multiprocessor: one alone has too few loads in flight
 MAX_PARTS = 8192  # numbers that a program adds up at a time: parts, times rows of a tile, times ranks
 # Outputs of a program; fewer where so many would leave multiprocessors idle, and in large tiles, which take registers.
 COLUMNS, FEW_COLUMNS = 128, 64
@@ -223,12 +224,12 @@ def tile_size(num_tokens: int, num_slots: int, dtype: torch.dtype) -> int:
     return min(tile_rows(num_tokens, num_slots, dtype), max(MIN_TILE, next_power_of_2(num_tokens // LEAST_TILES or 1)))
 
 
-def num_steps_of(num_inputs: int, depth: int, num_programs: int, most_splits: int, num_multiprocessors: int) -> int:
+def num_steps_of(num_inputs: int, depth: int, num_programs: int, most_splits: int, num_wanted: int) -> int:
     """Return how many steps of `depth` inputs a program sums up, so that there are enough of them for a GPU.
 
-    num_programs: those that there are without splits, at least.
+    num_programs: those that there are without splits, at least. num_wanted: those that keep the GPU busy.
     """
-    steps, num_splits = ceil_div(num_inputs, depth), max(1, min(most_splits, num_multiprocessors // num_programs))
+    steps, num_splits = ceil_div(num_inputs, depth), max(1, min(most_splits, num_wanted // num_programs))
     return max(min(MIN_STEPS, steps), ceil_div(steps, num_splits))
 
 
@@ -256,7 +257,8 @@ def _shrink(x, rows, matrices, num_outputs):
     lines = min(MAX_LINES, max(MIN_TILE, next_power_of_2(num_lines)))
     ranks = min(MAX_LINES, max(MIN_TILE, next_power_of_2(max_rank)))
     num_blocks, most_splits = ceil_div(num_lines, lines), min(MAX_SPLITS, max(1, MAX_PARTS // (plan.tile_size * ranks)))
-    steps = num_steps_of(num_inputs, depth, least_tiles * num_blocks, most_splits, num_sm)
+    num_wanted = num_sm * (SHRINKING if plan.tile_size <= 32 else 1)
+    steps = num_steps_of(num_inputs, depth, least_tiles * num_blocks, most_splits, num_wanted)
     num_splits = ceil_div(num_inputs, steps * depth)
     parts = x.new_empty(num_splits, num_tokens, num_lines, dtype=torch.float32)
     common: dict[str, Any] = {
