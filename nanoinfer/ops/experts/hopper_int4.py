@@ -14,6 +14,7 @@ Triton's interpreter does not run Gluon: the specification is compared on a GPU 
 """
 
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, gather, load_tile
+from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.experts.hopper import gated, row_of_result
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.hopper import (
@@ -82,28 +84,32 @@ def _add_block(acc, words, x, terms, E2M1: gl.constexpr):
 
 
 @gluon.jit
-def _fill(
-    words_desc, rows, line, distance, step, buffers, full, depth: gl.constexpr, E2M1: gl.constexpr, STAGES: gl.constexpr
-):
-    """Begin to load a block: two parts of the weight's lines, `distance` lines apart, and x of each pair.
+def _fill_weight(weight, step, buffers, full, E2M1: gl.constexpr, STAGES: gl.constexpr):
+    """Begin to load a block of the weight: two parts of its lines, `distance` lines apart.
 
     Of MXFP4 the exponents, too: one word for each line.
     """
-    x, words, exponents = buffers
-    x_ptrs, x_mask, k, exponents_ptrs = rows
+    words_desc, line, distance, exponents_ptrs = weight
+    _, words, exponents = buffers
     part: gl.constexpr = words.shape[1] // 2
     stage = step % STAGES
     barrier = full.index(stage)
     mbarrier.expect(barrier, 2 * words_desc.block_type.nbytes)
     load_tile(words_desc, [line, step * WORDS], barrier, words.index(stage).slice(0, part))
     load_tile(words_desc, [line + distance, step * WORDS], barrier, words.index(stage).slice(part, part))
-    mask = x_mask
-    if depth % BLOCK != 0:
-        mask = mask & gl.expand_dims(step * BLOCK + k < depth, 0)
-    gather(x.index(stage), x_ptrs + step * BLOCK, mask=mask)
     if E2M1:
         gather(exponents.index(stage), exponents_ptrs + step)
-    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def _fill_rows(rows, step, buffers, full, depth: gl.constexpr, STAGES: gl.constexpr):
+    """Begin to load a block of x of each pair, after that of the weight."""
+    x_ptrs, mask, k = rows
+    stage = step % STAGES
+    if depth % BLOCK != 0:
+        mask = mask & gl.expand_dims(step * BLOCK + k < depth, 0)
+    gather(buffers[0].index(stage), x_ptrs + step * BLOCK, mask=mask)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -137,10 +143,12 @@ def _tile_product(
     depth: gl.constexpr,
     GATHERING: gl.constexpr,  # the layout of the offsets in x
     DISTANCE: gl.constexpr,
+    GATED: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,
     E2M1: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Return the lines' products with the rows of x, (LINES, ROWS)."""
     x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, acc.shape[1], BLOCK], SWIZZLED)
@@ -156,12 +164,18 @@ def _tile_product(
         line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
         exponents_ptrs = pointers[0] + line.to(gl.int64) * num_blocks
     k = gl.arange(0, BLOCK, gl.SliceLayout(0, GATHERING))
-    rows = (x_ptr + gl.expand_dims(rows[0], 1) + gl.expand_dims(k, 0), gl.expand_dims(rows[1], 1), k, exponents_ptrs)
+    rows = (x_ptr + gl.expand_dims(rows[0], 1) + gl.expand_dims(k, 0), gl.expand_dims(rows[1], 1), k)
+    weight = (words_desc, expert * num_lines + first_line, DISTANCE, exponents_ptrs)
     buffers = (x, words, exponents)
-    tile_line = expert * num_lines + first_line
     for step in gl.static_range(STAGES):
         if step < num_blocks:
-            _fill(words_desc, rows, tile_line, DISTANCE, step, buffers, full, depth, E2M1, STAGES)
+            _fill_weight(weight, step, buffers, full, E2M1, STAGES)
+    if OVERLAP and not GATED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for step in gl.static_range(STAGES):
+        if step < num_blocks:
+            _fill_rows(rows, step, buffers, full, depth, STAGES)
     lines: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, acc.type.layout, 2))
     place = gl.arange(0, acc.shape[0], lines)
     line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
@@ -176,7 +190,8 @@ def _tile_product(
             terms = exponents.index(stage).load(lines)
         acc = _add_block(acc, words.index(stage), x.index(stage), terms, E2M1)
         if step + STAGES < num_blocks:
-            _fill(words_desc, rows, tile_line, DISTANCE, step + STAGES, buffers, full, depth, E2M1, STAGES)
+            _fill_weight(weight, step + STAGES, buffers, full, E2M1, STAGES)
+            _fill_rows(rows, step + STAGES, buffers, full, depth, STAGES)
     return acc
 
 
@@ -252,8 +267,13 @@ def _hopper_int4_experts_kernel(
     LINES: gl.constexpr,  # a program's: of gate and up half each, or all beside each other
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     tile = gl.program_id(1)
+    # The second product need not wait for its plan, nor with its weight: the first began when the plan was complete.
+    if OVERLAP and GATED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     num_tiles = gl.num_programs(1) if num_tiles_ptr is None else gl.load(num_tiles_ptr)
     if tile >= num_tiles:
         return
@@ -263,6 +283,8 @@ def _hopper_int4_experts_kernel(
     products = (pairs_ptr, first, pair_weights_ptr, out_ptr, first_line, num_pairs)
     if expert == num_experts:
         if not GATED:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
             layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
             _store_products(gl.zeros([LINES, ROWS], gl.float32, layout), products, num_choices, num_lines)
         return
@@ -271,12 +293,12 @@ def _hopper_int4_experts_kernel(
         if gl.load(pairs_ptr + first + ROWS // 2) >= num_pairs:
             _compute_tile(
                 source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
-                GROUP_BLOCKS, E2M1, ROWS // 2, LINES, STAGES, WARPS,
+                GROUP_BLOCKS, E2M1, ROWS // 2, LINES, STAGES, WARPS, OVERLAP,
             )  # fmt: skip
             return
     _compute_tile(
         source, expert, products, (limit, alpha), num_choices, num_lines, num_groups, depth, GATED, CLAMPED,
-        GROUP_BLOCKS, E2M1, ROWS, LINES, STAGES, WARPS,
+        GROUP_BLOCKS, E2M1, ROWS, LINES, STAGES, WARPS, OVERLAP,
     )  # fmt: skip
 
 
@@ -298,6 +320,7 @@ def _compute_tile(
     LINES: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Multiply a program's lines with the first rows of a tile, and write the results."""
     x_ptr, words_desc, pointers, bias_ptr, x_row_stride, num_blocks = source
@@ -311,7 +334,7 @@ def _compute_tile(
     acc = _tile_product(
         gl.zeros([LINES, ROWS], gl.float32, layout), x_ptr, words_desc, pointers,
         (row.to(gl.int64) * x_row_stride, pair < num_pairs), expert, first_line, num_blocks, num_lines, num_groups,
-        depth, gathering, distance, GROUP_BLOCKS, E2M1, STAGES, WARPS,
+        depth, gathering, distance, GATED, GROUP_BLOCKS, E2M1, STAGES, WARPS, OVERLAP,
     )  # fmt: skip
     if bias_ptr is not None:
         line = _line_of(first_line, gl.arange(0, LINES, gl.SliceLayout(1, layout)), num_lines, LINES, distance)
@@ -358,6 +381,7 @@ def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
         STAGES=stages,
         WARPS=4,
         num_warps=4,
+        **overlap_options(x.device),
         **_register_limit(plan.tile_size, weight.is_e2m1),
     )
 
