@@ -360,7 +360,7 @@ def answers_of_families(
             grouper.max_prefix_sharers = max_prefix_sharers
         outputs = llm.generate(prompts, params, use_tqdm=False)
         graphs = llm.engine.runner.model_runner.state.decode_graphs
-        num_graphs = sum(shares for *_, shares in graphs._graphs) if graphs else 0
+        num_graphs = sum(key.shares_prefixes for key in graphs._graphs) if graphs else 0
     completions = [completion for output in outputs for completion in output.outputs]
     return Answers([completion.token_ids for completion in completions], num_passes, num_graphs)
 

@@ -1,6 +1,7 @@
 """The FP8 kernels in Triton's interpreter against their specifications. Compiled: tests/gpu/test_fp8_gpu.py."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,14 +112,17 @@ def test_a_norm_in_fp8_is_the_norm_rounded(name: str, size: int, num_splits: int
 
 
 @pytest.mark.parametrize("size", [40, 128, 300, 1100])
+@pytest.mark.parametrize("keeps_wide", [False, True])
 @pytest.mark.parametrize("name", ["group", "static"])
 @pytest.mark.parametrize("function", ["silu_and_mul", "gelu_tanh_and_mul"])
-def test_gated_activations_in_fp8_are_rounded_as_specified(function: str, name: str, size: int) -> None:
-    gate_up = 3 * randn(5, 2 * size)
+def test_gated_activations_in_fp8_are_rounded_as_specified(
+    function: str, name: str, keeps_wide: bool, size: int
+) -> None:
+    gate_up, row_format = 3 * randn(5, 2 * size), replace(FORMATS[name], keeps_wide=keeps_wide)
     gate_up[2] = 0.0
     kernel, specified = getattr(gated_activation, function), getattr(activations, function)
-    assert_equal_rows(kernel(gate_up, FORMATS[name]), fp8.quantize_rows(kernel(gate_up), FORMATS[name]))
-    actual, expected = kernel(gate_up, FORMATS[name]), specified(gate_up, FORMATS[name])
+    assert_equal_rows(kernel(gate_up, row_format), fp8.quantize_rows(kernel(gate_up), row_format))
+    actual, expected = kernel(gate_up, row_format), specified(gate_up, row_format)
     torch.testing.assert_close(dequantize_rows(actual), dequantize_rows(expected), rtol=0.13, atol=1e-3)
 
 

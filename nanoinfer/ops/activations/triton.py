@@ -17,6 +17,7 @@ def _gated_activation_kernel(
     out_ptr,
     scales_ptr,  # of the result in FP8; None, if it is not rounded
     static_scale_ptr,
+    wide_ptr,  # of the result before it is rounded; None, if nobody reads it
     row_stride,
     num_groups,
     size,
@@ -41,6 +42,8 @@ def _gated_activation_kernel(
     if scales_ptr is None:
         tl.store(out_ptr + row * size + column, out, mask=mask)
     else:
+        if wide_ptr is not None:
+            tl.store(wide_ptr + row * size + column, out, mask=mask)
         row_scales, out = scales_ptr + row * num_groups, out.to(tl.float32)
         store_rounded(out, first, end, out_ptr + row * size, row_scales, static_scale_ptr, GROUP, TILE)
 
@@ -74,6 +77,7 @@ def _launch(gate_up, out_format, is_gelu=False, is_exact=False):
             out,
             None if rows is None else rows.scales,
             None if out_format is None else out_format.scale,
+            None if rows is None else rows.wide,
             gate_up.stride(0),
             size=size,
             width=width,
