@@ -75,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
     on_policy = add("on-policy", "on_policy.run", "compare log-probabilities with a trainer's forward pass")
     rewriting = add("rewriting", "rewriting.run", "time proposals (speculative_config) on repetitive texts")
     adapters = add("adapters", "adapters.run", "time LoRA adapters, one and many in a batch")
-    images = add("images", "pictures.run", "time pictures that are read by a model that sees, against their floor")
+    images = add("images", "pictures.run", "time pictures that a model reads, against a floor")
     report = add("report", "report.run", "print one Markdown table of the figures that --json wrote")
 
     report.add_argument(
