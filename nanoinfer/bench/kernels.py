@@ -1,6 +1,6 @@
 """`nanoinfer bench kernels`: attention, matrix products and experts in 16, 8 and 4 bits, linear attention, on a GPU.
 
-It prints the tables of docs/performance.md. Each figure is the median over replays of a CUDA graph whose calls all read
+It prints the tables of docs/kernels.md. Each figure is the median over replays of a CUDA graph whose calls all read
 other weights or another layer's cache, as in a decode step, so that nothing is found in the L2 cache.
 """
 

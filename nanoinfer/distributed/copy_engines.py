@@ -1,7 +1,7 @@
 """Reduce-scatters and all-gathers of many tokens by the GPUs' copy engines, in the background of matrix products.
 
 NCCL's kernels run on multiprocessors, which they take from the products beside them. A copy engine moves memory to
-other GPUs without any. docs/performance.md has the times.
+other GPUs without any. docs/kernels.md has the times.
 """
 
 from collections.abc import Callable

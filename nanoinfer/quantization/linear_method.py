@@ -176,7 +176,7 @@ class LinearMethod:
         return self.kind is ProductKind.PLAIN and few_rows_kernels_serve(len(x), weight)
 
     def _num_splits(self, x: Tensor, num_outputs: int, bias: Tensor | None) -> int:
-        """Return how far to split K; docs/performance.md has the times that this is based on."""
+        """Return how far to split K; docs/kernels.md has the times that this is based on."""
         if not may_split(x, x.dtype, bias):
             return 1
         is_long = x.shape[1] >= 4096  # enough to sum up in each of four parts

@@ -97,7 +97,7 @@ def test_prefill_over_cached_vectors_equals_its_specification(name: str, monkeyp
 def test_prefill_absorbs_where_few_tokens_attend_to_many_of_earlier_steps(
     query_lens: tuple[int, ...], context_lens: tuple[int, ...], is_absorbed: bool
 ) -> None:
-    backend = TritonLatentBackend(replace(decode_step(20, (1,), sizes=FLASH).spec), CPU)
+    backend = TritonLatentBackend(decode_step(20, (1,), sizes=FLASH).spec, CPU)
     assert backend._absorbing_pays(query_lens, context_lens) == is_absorbed
 
 
@@ -177,7 +177,7 @@ def test_values_of_sums_equal_their_specification(num_tokens: int, sizes: Any) -
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_few_rows_are_combined_row_by_row_and_many_by_shares(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of latents of 512 numbers: two rows over ten shares and more, one of them whole in one share."""
+    """Of latents of 512 numbers: eight programs share two rows, the first of which is whole in one share."""
     monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 8)
     step = decode_step(3, (5, 150), num_tokens, sizes=FLASH)
     together = assert_equals_specification(step)

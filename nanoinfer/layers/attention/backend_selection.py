@@ -112,7 +112,7 @@ class AttentionBackends:
             return FlashAttentionBackend(spec)
         from nanoinfer.layers.attention.triton import TritonBackend
 
-        # On Hopper our own prefill kernel is faster than flash-attn 2 (docs/performance.md); before, that is not known.
+        # On Hopper our own prefill kernel is faster than flash-attn 2 (docs/kernels.md); before, that is not known.
         is_before_hopper = torch.cuda.is_available() and compute_capability(self.device) < (9, 0)
         if is_before_hopper and not self._obstacle("flash_attn", spec):
             from nanoinfer.layers.attention.flash_attn import FlashAttentionBackend

@@ -72,14 +72,13 @@ def add_scaled_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of (x + residual) * total_scale, and this product, which is rounded after each of the two steps.
 
-    x: (num_splits, num_rows, size). residual: (num_rows, size). total_scale: (1,); None for 1. The rest: see
-    `add_rms_norm`.
-    other_terms: like x, of any number, or None. Then the sum of x is normalised by the first of part_weights, and that
-    of the other terms by the second, before the two are added up.
+    x: (num_splits, num_rows, size). residual: (num_rows, size). total_scale: (1,); None for 1. other_terms: like x, of
+    any number; None for none. part_weights: with other terms alone. The sum of x is normalised by the first weight, and
+    the sum of the other terms by the second, before the two are added up. The rest: see `add_rms_norm`.
     """
+    assert (other_terms is None) == (part_weights is None), "other terms come with the weights of both norms"
     x = x[0] if len(x) == 1 else x.sum(0)
-    if part_weights is not None:
-        assert other_terms is not None, "norms of two parts need both of them"
+    if other_terms is not None and part_weights is not None:
         other = other_terms[0] if len(other_terms) == 1 else other_terms.sum(0)
         parts = (part.to(residual.dtype) for part in (x, other))
         x, other = (rms_norm(part, weight, eps) for part, weight in zip(parts, part_weights, strict=True))

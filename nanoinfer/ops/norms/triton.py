@@ -279,6 +279,7 @@ def _scaled_norm_kernel(
 
 
 def add_scaled_rms_norm(x, residual, weight, eps, sum_weight, total_scale, other_terms=None, part_weights=None):
+    assert (other_terms is None) == (part_weights is None), "other terms come with the weights of both norms"
     for name, tensor in (("x", x), ("residual", residual), ("other_terms", x if other_terms is None else other_terms)):
         assert tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension"
     num_splits, num_rows, size = x.shape
