@@ -203,8 +203,9 @@ def _grouped_product_kernel(
 
 
 MAX_INT4_ROWS = 64  # pairs of a tile for which a weight is read in 4 bits; for more it is widened first
-# Pairs of each expert, on average, from which on Hopper widens weights in MXFP4: 0.7 ms for a layer of gpt-oss-20b.
-WIDE_PAIRS = 150
+# Pairs of each expert, on average, from which on Hopper widens weights in MXFP4 before the products. docs/kernels.md has
+# the times in bfloat16. To read float16 takes about twice the instructions, and where it should begin is not measured.
+WIDE_PAIRS = {torch.bfloat16: 600, torch.float16: 150}
 
 
 class Tiling(NamedTuple):
@@ -256,7 +257,7 @@ def _reads_4_bits(hidden: Tensor, gate_up: ExpertWeights, down: ExpertWeights, n
         return False
     if not gate_up.is_e2m1:
         return rows <= MAX_INT4_ROWS
-    is_few = num_pairs < WIDE_PAIRS * len(down.values)
+    is_few = num_pairs < WIDE_PAIRS[hidden.dtype] * len(down.values)
     return is_few or not _has_hopper_kernel(hidden, gate_up.values.shape[1] // 2, rows)
 
 
