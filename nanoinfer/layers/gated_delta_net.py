@@ -4,7 +4,9 @@ Checkpoints of Qwen3.5 have q | k | v, z, b and a one after the other. Those of 
 head its query, its key, and then what its value heads have. Here all of them lie one after the other, each by heads.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +21,10 @@ from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, wid
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
 from nanoinfer.ops.delta_rule.spec import DeltaRuleWeights, gated_delta_prefill, gated_delta_step
 from nanoinfer.ops.delta_rule_lines.spec import gated_delta_lines
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve
 from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, LinearMethod
 
-ALIGNMENT = 16  # numbers: the lines of both products in one begin at multiples of it
+ALIGNMENT = 16  # values; rows of the joined product begin at multiples of it, as tensor cores want
 
 
 class LinearAttentionProjection(ColumnParallelLinear):
@@ -171,6 +174,15 @@ class GatedDeltaNet(nn.Module):
             return both[:, : self.joined.num_first], both[:, self.joined.num_first :]
         qkvz = self.in_proj_qkvz(hidden)
         return qkvz, self.in_proj_ba(hidden if self.in_proj_ba.input_format is not None else wide_rows(hidden))
+
+    def compiled_ahead(self, num_rows: int) -> list[Callable[[], Tensor]]:
+        """Return functions to run while the engine loads, which compile the joined product for few rows."""
+        if self.joined is None or not self._are_plain():
+            return []
+        weight = self.joined.linear.weight
+        if not few_rows_kernels_serve(num_rows, weight):
+            return []
+        return [partial(self.joined.linear, weight.new_zeros(num_rows, weight.shape[1]))]
 
     def mix(
         self, projected: tuple[Tensor, Tensor], rows: Tensor, positions: Tensor, metadata: Metadata, states: LayerStates

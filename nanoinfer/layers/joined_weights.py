@@ -1,4 +1,4 @@
-"""Weights that lie behind one another in memory, so that one kernel reads them as one; each stays where it was, too."""
+"""Weights of several modules that lie behind one another in memory, so that one kernel can read them as one weight."""
 
 import copy
 from typing import TypeVar
@@ -17,7 +17,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def lay_together(*tensors: Tensor) -> Tensor:
     """Give tensors new memory, behind one another, and return all of it as one tensor along its first dimension.
 
-    One with a dimension less than the first is one line of the result. Values are lost: weights are loaded afterwards.
+    A tensor with one dimension fewer than the first is one entry of the result. Values are lost: weights are loaded
+    afterwards.
     """
     shapes = [tensor.shape for tensor in tensors]
     counts = [shape[0] if len(shape) == len(shapes[0]) else 1 for shape in shapes]
@@ -32,7 +33,7 @@ def lay_together(*tensors: Tensor) -> Tensor:
 
 
 def with_tensors(module: Module, tensors: dict[str, Tensor]) -> Module:
-    """Return a copy of a module that has these tensors in the place of its own. None is a parameter.
+    """Return a copy of a module that has these tensors in place of its own. They are no parameters of the copy.
 
     It must not become an attribute of a module, where it would be found as a part of the model.
     """

@@ -6,7 +6,8 @@ the tokens are spread over the experts.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,14 @@ from nanoinfer.quantization.linear_method import MAX_SPLIT_K_TOKENS, split_k_pro
 # At most so many partial sums of a router's product, each of so many inputs at least. For 128 experts of 2048 inputs,
 # 16 of them take 2.5 us, and one takes 4.8.
 MAX_SPLITS, MIN_SPLIT_SIZE = 16, 128
-MAX_JOINED_TOKENS = 96  # in steps of more, dense products compute the shared expert, and four launches cost little
+# For more tokens the shared expert has dense products of its own: these are faster, and four launches cost little.
+MAX_JOINED_TOKENS = 96
 
 
 class Router(nn.Module):
     """Scores the experts for each token. All ranks hold all of it, and route alike: their tokens have equal bits.
 
-    shared_expert: see `route`. appends_shared: whether it can be other than None.
+    shared_expert: see `route`. appends_shared: whether routers of this class can append a shared expert.
     """
 
     bias: nn.Parameter | None
@@ -52,8 +54,8 @@ class Router(nn.Module):
     def terms(self, hidden: Tensor) -> Tensor:
         """Return the logits as terms to be added up, (num_terms, num_tokens, num_experts).
 
-        So few columns are too few tiles to fill a GPU, so a small step is computed by split-K, or for few rows by a
-        kernel of these.
+        So few columns are too few tiles to fill a GPU. So a small step is computed by split-K, and one of few rows by
+        `few_rows_product`.
         """
         if hidden.is_cuda and few_rows_kernels_serve(len(hidden), self.weight):
             return few_rows_product(hidden, self.weight, out_dtype=torch.float32).unsqueeze(0)
@@ -63,7 +65,7 @@ class Router(nn.Module):
         return split_k_product(hidden, self.weight, num_splits, out_dtype=torch.float32)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all of them in one product, (num_tokens, num_experts)."""
+        """Return all logits by one product, (num_tokens, num_experts)."""
         return F.linear(hidden, self.weight)
 
     def _num_splits(self, hidden: Tensor) -> int:
@@ -193,8 +195,16 @@ class SparseMoE(nn.Module):
             return PartialSum(terms, buffers)
         return PartialSum(terms.sum(0, keepdim=True), tp=self.tp)
 
+    def compiled_ahead(self, num_rows: int) -> list[Callable[[], Tensor]]:
+        """Return functions to run while the engine loads, which compile the router's kernel for few rows."""
+        joined = self.joined
+        router: Any = joined.router if joined is not None and joined.serve else self.gate
+        if not few_rows_kernels_serve(num_rows, router.weight):
+            return []
+        return [partial(router.terms, router.weight.new_zeros(num_rows, router.weight.shape[1]))]
+
     def _computes_jointly(self, num_tokens: int, routed: list[Tensor] | None) -> bool:
-        """Return whether the grouped products compute the shared expert, too. Its id is none that `routed` has."""
+        """Return whether the grouped products compute the shared expert, too. `routed` must not get its id."""
         return self.joined is not None and num_tokens <= MAX_JOINED_TOKENS and routed is None and self.joined.serve
 
     def _compute_apart(

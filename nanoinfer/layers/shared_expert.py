@@ -19,7 +19,8 @@ from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinea
 from nanoinfer.ops.activations.spec import gated_sum, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations
 
-ROUTER_ROWS = 8  # a router's rows are filled up to a multiple of them by zeros, as the tensor cores write logits
+# A router with a row for the gate is filled up by rows of zeros to a multiple of this, which tensor cores want.
+ROUTER_ROWS = 8
 
 
 class SharedExpert(nn.Module):
@@ -97,7 +98,7 @@ def _projections(module: Any) -> tuple[Any, Any]:
 
 
 def _are_alike(own: nn.Module, last: nn.Module) -> bool:
-    """Return whether each tensor of all experts has room for that of one more."""
+    """Return whether the tensors of one expert have the shapes and dtypes of each of the others."""
     of_all, of_one = tensors_of(own), tensors_of(last)
     return of_all.keys() == of_one.keys() and all(
         tensor.shape[1:] == of_one[name].shape

@@ -89,7 +89,7 @@ def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
 def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Tensor]]:
     """Return the products of the first layer with a way for few rows, and one of each shape in the other layers.
 
-    And what attention names as `compiled_ahead`.
+    Parts of a layer add others by a method `compiled_ahead`. One part of each class is asked.
     """
     products: list[Callable[[], Tensor]] = []
     others = [layer for layer in decoder.layers if not _has_few_rows_way(layer)]
@@ -98,8 +98,8 @@ def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Ten
         products += [] if first is None else few_rows_products(first, num_rows)
     else:
         others = [*decoder.layers]
-    own: Any = next((part for part in decoder.modules() if hasattr(part, "compiled_ahead")), None)
-    products += [] if own is None else own.compiled_ahead(num_rows)
+    parts: dict[type, Any] = {type(part): part for part in decoder.modules() if hasattr(part, "compiled_ahead")}
+    products += [product for part in parts.values() for product in part.compiled_ahead(num_rows)]
     plain = [part for layer in others for part in layer.modules() if _is_plain_product(part)]
     for proj in {(part.weight.shape, part.bias is None): part for part in plain}.values():
         if few_rows_kernels_serve(num_rows, proj.weight):

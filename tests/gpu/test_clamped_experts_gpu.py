@@ -35,7 +35,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert ((actual.float() - expected).abs() <= 2**-5 * (expected.abs() + size)).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 100, 250, 600, 3000])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 100, 250, 600, 3000, 6000])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("in_mxfp4", [False, True])
 def test_experts_equal_their_specification_in_float32(sizes: tuple[int, ...], num_tokens: int, in_mxfp4: bool) -> None:

@@ -106,3 +106,22 @@ def test_a_scale_of_255_is_nan() -> None:
     weight.scales[0, 3, 0] = 255
     assert dequantize(weight)[0, 3, :32].isnan().all()
     assert dequantize(weight)[0, :3].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_hopper_reads_4_bits_below_its_limit_of_pairs_and_other_gpus_always(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [
+        ExpertWeights(weight.numbers, weight.scales, is_e2m1=True)
+        for weight in (random_mxfp4(2, 256, 128, 1), random_mxfp4(2, 128, 128, 2))
+    ]
+    limit = 2 * kernels.WIDE_PAIRS.get(dtype, 0)
+
+    def reads_4_bits() -> list[bool]:
+        return [kernels._reads_4_bits(randn(1, 128, dtype=dtype), *both, pairs, 128) for pairs in (limit - 1, limit)]
+
+    monkeypatch.setattr(kernels, "has_hopper_kernels", lambda _: True)
+    assert reads_4_bits() == [dtype != torch.float32, False]
+    monkeypatch.setattr(kernels, "has_hopper_kernels", lambda _: False)
+    assert reads_4_bits() == [dtype != torch.float32] * 2

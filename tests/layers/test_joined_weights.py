@@ -17,6 +17,7 @@ from nanoinfer.layers.gated_delta_net import GatedDeltaNet
 from nanoinfer.layers.moe import Router, SigmoidRouter, SoftmaxGroupRouter, SparseMoE
 from nanoinfer.lora.adapter_slots import AdaptedProduct, StepAdapters
 from nanoinfer.ops.common.fp8_format import FP8
+from nanoinfer.quantization import linear_method
 from nanoinfer.quantization.fp8_linear import Fp8Config
 from nanoinfer.quantization.method_selection import quantize_layer
 from tests.models.test_architectures import GREEDY, checkpoint, draw_prompts  # noqa: F401 (a fixture)
@@ -243,3 +244,28 @@ def test_input_products_with_adapters_or_of_odd_sizes_stay_apart() -> None:
     odd = linear_attention(num_value_heads=4)
     odd.join_projections()
     assert odd.joined is None, "8 numbers of b and a"
+
+
+def test_the_joined_products_of_few_rows_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, linear = build(), linear_attention()
+    experts.join_shared_expert()
+    linear.join_projections()
+    multiplied: list[Tensor] = []
+    for module in (moe, gated_delta_net, linear_method):
+        monkeypatch.setattr(module, "few_rows_kernels_serve", lambda num_rows, _: num_rows <= 4)
+    for module in (moe, linear_method):
+        kernel = module.few_rows_product
+        monkeypatch.setattr(
+            module,
+            "few_rows_product",
+            lambda x, weight, *args, kernel=kernel, **rest: (
+                multiplied.append(weight) or kernel(x, weight, *args, **rest)
+            ),
+        )
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert experts.compiled_ahead(5) == linear.compiled_ahead(5) == []
+    for product in (*experts.compiled_ahead(4), *linear.compiled_ahead(4)):
+        product()
+    assert experts.joined is not None
+    assert linear.joined is not None
+    assert [*map(id, multiplied)] == [id(experts.joined.router.weight), id(linear.joined.linear.weight)]

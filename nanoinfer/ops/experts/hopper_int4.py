@@ -157,7 +157,7 @@ def _tile_product(
     for index in gl.static_range(STAGES):
         mbarrier.init(full.index(index), count=32 * WARPS + 1)  # threads that copy rows, and one for the weight
     fence_async_shared()
-    exponents, exponents_ptrs = full, pointers[0]  # which are not read, but for MXFP4
+    exponents, exponents_ptrs = full, pointers[0]  # any values: MXFP4 alone reads them
     if E2M1:
         exponents = gl.allocate_shared_memory(gl.int32, [STAGES, acc.shape[0]], EXPONENTS_LAYOUT)
         place = gl.arange(0, acc.shape[0], gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -387,9 +387,10 @@ def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
 
 
 def _register_limit(rows: int, is_e2m1: bool) -> dict[str, int]:
-    """Return the most registers of a thread, with which a multiprocessor has four programs, or three of full tiles.
+    """Return the limit of a thread's registers: four programs fit a multiprocessor, or three with tiles of 64 rows.
 
-    ptxas takes up to ten more for MXFP4, and does without them. Numbers in int4 need more.
+    Without a limit ptxas takes up to ten registers more for MXFP4, which it does not need. int4 has no limit, since its
+    code needs them.
     """
     if not is_e2m1:
         return {}

@@ -6,8 +6,8 @@ kernel over tiles and columns. Rows are gathered where they are read, and nothin
 - Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own (`hopper.py`).
-- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper `hopper_int4.py`). For more
-  rows they are widened first, MXFP4 on Hopper alone.
+- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper `hopper_int4.py`). Where
+  larger tiles pay, they are widened first: those in int4, and on Hopper those in MXFP4 from `WIDE_PAIRS` on.
 - SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
   one thread holds both.
 """
@@ -203,8 +203,9 @@ def _grouped_product_kernel(
 
 
 MAX_INT4_ROWS = 64  # pairs of a tile for which a weight is read in 4 bits; for more it is widened first
-# Pairs of each expert, on average, from which on Hopper widens weights in MXFP4: 0.7 ms for a layer of gpt-oss-20b.
-WIDE_PAIRS = 150
+# Pairs of each expert, on average, from which on Hopper widens weights in MXFP4 before the products. docs/kernels.md
+# has the times in bfloat16. Unpacking to float16 takes about twice the instructions; its limit is not measured anew.
+WIDE_PAIRS = {torch.bfloat16: 600, torch.float16: 150}
 
 
 class Tiling(NamedTuple):
@@ -256,7 +257,7 @@ def _reads_4_bits(hidden: Tensor, gate_up: ExpertWeights, down: ExpertWeights, n
         return False
     if not gate_up.is_e2m1:
         return rows <= MAX_INT4_ROWS
-    is_few = num_pairs < WIDE_PAIRS * len(down.values)
+    is_few = num_pairs < WIDE_PAIRS[hidden.dtype] * len(down.values)
     return is_few or not _has_hopper_kernel(hidden, gate_up.values.shape[1] // 2, rows)
 
 

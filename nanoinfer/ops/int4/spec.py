@@ -12,9 +12,10 @@ inputs, blocks are smaller alike.
 Values of e2m1 are packed otherwise, since bfloat16 wants the sign in bit 15 and the size in bits 8 to 6. Two
 neighbouring words, 2 j and 2 j + 1, share their values: the first one holds i = 0 to 3 of both, the second one i = 4 to
 7. Of each word the lower half belongs to word 2 j, the upper half to word 2 j + 1; `E2M1_BITS` says where the bits lie.
-So a word becomes four registers, each with the bfloat16 of two neighbouring inputs, by nine operations. Three of the
-four take a mask and at most one rotation, and one takes two of each. (Numbers as above take fifteen, and two more to
-bring halves together.) Fewer are impossible, as no four rotated copies of that mask fill a word.
+So a word becomes four registers, each with the bfloat16 of two neighbouring inputs, by nine operations. One register
+takes a mask, two take a rotation and a mask, and one takes two of each and joins them. Numbers as above take fifteen,
+and two more to bring halves together. Seven would do if each register took one mask. But no four rotated copies of that
+mask, 0x81c081c0, fill a word.
 """
 
 from functools import reduce
