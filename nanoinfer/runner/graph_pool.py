@@ -15,7 +15,7 @@ from nanoinfer.runner.memory import GIB, free_bytes
 
 logger = logging.getLogger("nanoinfer")
 
-USUAL_BYTES = 2**28  # of a late graph, at most; larger ones are those of the largest models
+USUAL_BYTES = 2**26  # of a late graph; one that needs more memory for its tensors is the last to be captured
 
 
 class Launches:
