@@ -77,7 +77,7 @@ class SlotMemory:
         self.matrices = layout.matrices(self._values)  # by the path of a layer
         self._places = [*range(num_slots)]  # of the slots
         self._spare = num_slots
-        self._spare_left: torch.cuda.Event | None = None  # what read the spare place before
+        self._spare_left = record_event(device)  # what wrote or read the spare place before; None on a CPU
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._staged = torch.empty(1, layout.num_values, dtype=dtype, device="cpu", pin_memory=True)

@@ -5,20 +5,18 @@ that holds it, padded. Steps whose rows share prefixes run other kernels, and so
 have graphs of their own, which are captured when they are first needed, or later (`stand_ins.py`).
 """
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanoinfer.device import capturing
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
+from nanoinfer.runner.graph_pool import GraphPool, Launches
 from nanoinfer.runner.stand_ins import GraphKey, StandIns
 from nanoinfer.runner.step_tables import PADDING_ROW
-
-logger = logging.getLogger("nanoinfer")
 
 Forward = Callable[[DecodeBatch], None]
 
@@ -86,6 +84,7 @@ class DecodeGraphs:
     sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes, the second in ascending order; only
     `sizes` are captured here, and not even they if they are `late`.
     is_warm: whether such graphs were captured before in this process, so that their kernels are compiled and loaded.
+    least_free: bytes that late graphs leave free, for the largest step.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class DecodeGraphs:
         device: torch.device,
         is_warm: bool = False,
         late: bool = False,
+        least_free: int = 0,
     ) -> None:
         self._forward = forward
         self._padding = GraphInputs.padding(max(sizes), device)
         self._inputs = GraphInputs.padding(max(sizes), device)
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph | Launches] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
-        self._stand_ins = StandIns()
-        self._pool: Any = None  # the handle of their memory pool
+        self._stand_ins, self._pool = StandIns(), GraphPool(device, least_free)
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
             self._capture(GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0), is_warm)
@@ -117,18 +116,14 @@ class DecodeGraphs:
         key = GraphKey.of(batch, sizes[bisect_left(sizes, len(batch.rows))])  # of the smallest that holds the batch
         key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
-            logger.info("capturing the CUDA graph of decode steps of %s", key)
-            self._capture(key)
+            self._capture(key, is_late=True)
         self._inputs.fill(batch, self._padding, key.num_rows)
         self._graphs[key].replay()
 
-    def _capture(self, key: GraphKey, is_warm: bool = False) -> None:
+    def _capture(self, key: GraphKey, is_warm: bool = False, is_late: bool = False) -> None:
         for inputs, padding in zip(self._inputs, self._padding, strict=True):
             inputs.copy_(padding)
-        batch = self._inputs.batch(*key)
+        launch = partial(self._forward, self._inputs.batch(*key))
         if not is_warm:
-            self._forward(batch)  # compiles and warms up outside the capture
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self._pool):
-            self._forward(batch)
-        self._pool, self._graphs[key] = self._pool or graph.pool(), graph
+            launch()  # compiles and warms up outside the capture
+        self._graphs[key] = self._pool.capture_late(launch, key) if is_late else self._pool.capture(launch)

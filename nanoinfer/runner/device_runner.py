@@ -260,14 +260,19 @@ class DeviceRunner:
         if self.setup.uses_graphs() and self.model.generates and self.model.captures_decode:
             runner, max_num_seqs = self.model_runner, self.limits.max_num_seqs
             sizes, sharing_sizes = graph_sizes(max_num_seqs), sharing_graph_sizes(max_num_seqs)
-            graphs = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, is_warm)
+            least_free = 0 if self._memory_use is None else self._memory_use.step
+            graphs = DecodeGraphs(
+                runner.decode, sizes, sharing_sizes, self.device, is_warm=is_warm, least_free=least_free
+            )
             for num_tokens in row_sizes(self.limits.max_row_tokens):  # compiles what larger batches need, too
                 row = torch.full((1,), PADDING_ROW, dtype=torch.int32, device=self.device)
                 graphs.replay(DecodeBatch(row, None, num_tokens, torch.ones_like(row)))
             runner.state.decode_graphs = graphs
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait
-                with_adapters = DecodeGraphs(runner.decode, sizes, sharing_sizes, self.device, late=True)
+                with_adapters = DecodeGraphs(
+                    runner.decode, sizes, sharing_sizes, self.device, late=True, least_free=least_free
+                )
                 runner.state.graphs_by_use = graphs, with_adapters
 
     def _drop_model_runner(self) -> None:

@@ -281,20 +281,23 @@ class Setup:
 
         def capture(some: list[int]) -> DecodeGraphs:
             graphs = DecodeGraphs(runner.decode, some, sharing_sizes=[], device=self.device)
-            for size in some if num_tokens > 1 else ():
+            # Of the largest size the most tokens, of the smallest two: else the larger graph would serve both.
+            for size, its_tokens in zip(some, (num_tokens, 2), strict=False) if num_tokens > 1 else ():
                 rows = torch.full((size,), PADDING_ROW, dtype=torch.int32, device=self.device)
-                graphs.replay(DecodeBatch(rows, None, num_tokens, torch.ones_like(rows)))
+                graphs.replay(DecodeBatch(rows, None, its_tokens, torch.ones_like(rows)))
             return graphs
 
         if num_tokens > 1:
-            count = max(count, num_late) + sum(size * (num_tokens - 1) // LINES for size in late_sizes)
+            num_packed = sum(size * (num_tokens - 1) // LINES for size in late_sizes)
+            count = ceil_div(count + num_late + num_packed, 2)  # two are captured of each size
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         graph_bytes = memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES
         adapters = runner.state.adapters
         if adapters is not None:  # steps with adapters have graphs of their own
             adapters.use(True)
-            num_late = max(num_late, len(late_sizes) * (1 + shares_prefixes))
-            graph_bytes += memory.measure_graph_bytes(capture, late_sizes, num_late, self.device)
+            count = len(late_sizes) * (1 + shares_prefixes)
+            count = count if num_tokens == 1 else ceil_div(count + num_late, 2)
+            graph_bytes += memory.measure_graph_bytes(capture, late_sizes, count, self.device)
             adapters.use(False)
         return graph_bytes
 

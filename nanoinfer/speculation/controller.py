@@ -73,8 +73,13 @@ class Controller:
             self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] != size}
 
     def note(self, num_rows: int, num_proposals: int, seconds: float) -> None:
-        """Note the time of a step that has waited, and has so many proposals a row."""
+        """Note the time of a step that has waited, and has so many proposals a row.
+
+        A plain step takes no longer. So one that was measured before, with masks for example, does not count for ever.
+        """
         self._seconds.setdefault((_size(num_rows), num_proposals), deque(maxlen=NUM_KEPT)).append(seconds)
+        if (plain := self.plain_seconds(num_rows)) is not None and seconds < plain:
+            self._plain.setdefault(_size(num_rows), deque(maxlen=NUM_KEPT)).append(seconds)
 
     def plain_seconds(self, num_rows: int) -> float | None:
         """Return what a plain step of so many rows takes; None before that is known.

@@ -1,8 +1,8 @@
 """Chooses the few rows that stand for all while proposals do not pay.
 
 To index the prompts of all rows would take time. So rows take turns, as fast as steps leave time for it, and a row that
-has begun to repeat its text is found wherever it is. What few rows promise may not hold for all. All have then been
-looked at in vain, and the next time comes later.
+has begun to repeat its text is found wherever it is. What few rows promise may not hold for all. Where all rows were
+looked at in vain, twice as many promises as the time before are ignored until all are looked at again.
 """
 
 from typing import Any

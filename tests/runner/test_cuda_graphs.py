@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from torch import Tensor
 
 from nanoinfer import device
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
-from nanoinfer.runner import cuda_graphs, stand_ins
+from nanoinfer.runner import graph_pool, stand_ins
 from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.stand_ins import GraphKey, StandIns
 
 
 class StandIn:
@@ -40,7 +43,7 @@ class Forward:
             graph.inputs, graph.replays = self.calls[-1], self.replays
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
-        monkeypatch.setattr(cuda_graphs, "capturing", capture)
+        monkeypatch.setattr(graph_pool, "capturing", capture)
 
     def __call__(self, batch: DecodeBatch) -> None:
         assert (batch.num_tokens > 1) == (batch.num_row_tokens is not None)
@@ -133,6 +136,58 @@ def test_a_larger_graph_serves_until_its_padding_has_taken_as_long_as_a_capture(
         graphs.replay(DecodeBatch(int32(row), None, 3, int32(2)))
     assert [len(rows) for rows, _ in forward.replays] == [4, 4, 1, 1, 1], "three rows of padding have 9 lines a step"
     assert forward.replays[1] == [[0, -1, -1, -1], [2, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory. Tried to allocate", "CUDA error: out of memory"])
+def test_steps_without_memory_for_a_late_graph_are_launched_on_as_many_rows(
+    message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = Forward(monkeypatch)
+    graphs = DecodeGraphs(forward, [1, 2, 4], [4], torch.device("cpu"), is_warm=True)
+
+    @contextmanager
+    def fails(*_: object) -> Iterator[None]:
+        yield
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(graph_pool, "capturing", fails)
+    for _ in range(2):
+        graphs.replay(DecodeBatch(int32(7, 5, 9), None, 2, int32(2, 1, 2)))
+    assert len(forward.calls) == 3 + 2 + 2, "it warms up and fails once, and runs twice"
+    assert [column.tolist() for column in forward.calls[-1]] == [[7, 5, 9, -1], [2, 1, 2, 1]]
+    assert caplog.text.count("go on without a CUDA graph") == 1
+    message = "an illegal memory access"  # is no lack of memory
+    with pytest.raises(RuntimeError, match="illegal"):
+        graphs.replay(DecodeBatch(int32(7), None, 4, int32(2)))
+
+
+def test_late_graphs_leave_the_memory_that_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, free = Forward(monkeypatch), [2**31]
+    pool, launch = graph_pool.GraphPool(torch.device("cuda"), 2**30), partial(forward, DecodeBatch(int32(7), None))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(graph_pool, "free_bytes", lambda _: free[0])
+    assert isinstance(pool.capture_late(launch, "a graph"), StandIn)
+    free[0] = 2**30
+    one = pool.capture_late(launch, "a graph")
+    assert isinstance(one, graph_pool.Launches)
+    one.replay()
+    assert len(forward.calls) == 2, "one captures, one runs"
+
+
+def test_packed_lines_fit_into_the_graph_that_is_chosen_for_them() -> None:
+    """Each row of padding has a line, and no graph has more lines than its rows can have."""
+    rng, chosen = Random(0), StandIns()
+    for num_tokens in (2, 3, 9):
+        sizes, captured = several_tokens_graph_sizes(graph_sizes(256)), set[GraphKey]()
+        for _ in range(2000):
+            size = rng.choice(sizes)
+            num_rows = rng.randint(1 + (sizes[sizes.index(size) - 1] if size > 1 else 0), size)
+            num_own = rng.randint(num_rows, num_rows * num_tokens)
+            rows = torch.empty(num_rows, dtype=torch.int32)
+            key = GraphKey.of(DecodeBatch(rows, None, num_tokens, rows, num_own), size)
+            key = key if key in captured else chosen.choose(key, captured)
+            captured.add(key)
+            assert num_own + key.num_rows - num_rows <= key.num_packed <= key.num_rows * num_tokens
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])

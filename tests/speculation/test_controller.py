@@ -66,6 +66,16 @@ def test_costs_are_relative_to_plain_steps_of_their_time() -> None:
     assert controller.choose(1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4
 
 
+def test_plain_steps_that_took_longer_than_steps_with_proposals_take_now_do_not_count_for_ever() -> None:
+    """Masks, say, took most of their time. While steps wait, no plain ones are measured."""
+    controller = learned(16.0, {0: 17.0, 4: 26.0}, num_rows=64)
+    for _ in range(3):
+        controller.note(64, 0, 9.0)
+        controller.note(64, 4, 12.0)
+    assert controller.choose(64, [20.0] * 4) > 0, "2.25 tokens pay for 1.33 of a step"
+    assert controller.choose(64, [3.0] * 4) == 0, "1.19 do not"
+
+
 def test_costs_of_other_sizes_say_nothing_and_a_slow_trial_is_the_last() -> None:
     controller = learned(1.0, dict.fromkeys((1, 2, 4, 8), 50.0), num_rows=1)
     assert controller.choose(1, [1.0] * 8) == 0
