@@ -18,6 +18,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.preparer import ImagePortions
 from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, RequestError
 from nanoinfer.images import picture_store, sources
+from nanoinfer.images import processor as image_processor
 from nanoinfer.images.image_reader import ImageReader, use_one_core
 from nanoinfer.images.picture_store import PictureStore
 from nanoinfer.images.processed import ProcessedPrompt
@@ -311,6 +312,29 @@ def test_a_file_that_is_given_again_in_any_form_is_neither_decoded_nor_processed
         [again] = reader.process(rendered(reader, conversation(part, "other"))).images
         assert again.key == first.key
         assert again.tensors["pixel_values"] is first.tensors["pixel_values"]
+
+
+def test_pictures_of_one_size_have_texts_that_are_tokenized_once(
+    reader_of: Callable[..., ImageReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, calls = reader_of("qwen3_vl")._processor, list[str]()
+    texts = processor._texts
+    tokenize = type(texts.tokenizer).__call__
+
+    def counted(self: Any, text: Any, *args: Any, **options: Any) -> Any:
+        calls.append(text)
+        return tokenize(self, text, *args, **options)
+
+    monkeypatch.setattr(type(texts.tokenizer), "__call__", counted)
+    monkeypatch.setattr(texts, "_known", {})
+    sizes = [(60, 40), (60, 40), (40, 40)]
+    runs = [processor.process(picture(*size, seed), None, {}).runs for seed, size in enumerate(sizes)]
+    assert len(calls) == 2
+    assert runs[0] == runs[1] != runs[2]
+    monkeypatch.setattr(image_processor, "MAX_TEXTS", 1)
+    for size in sizes:
+        processor.process(picture(*size), None, {})
+    assert len(texts._known) == 1
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:

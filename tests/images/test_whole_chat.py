@@ -131,6 +131,7 @@ def gemma4() -> Any:
 
 
 MODELS: dict[str, Callable[[], Any]] = {"qwen3_vl": qwen3_vl, "llava": llava, "gemma3": gemma3}
+pytestmark = [pytestmark, pytest.mark.skipif(not hasattr(transformers, "Qwen3VLConfig"), reason="transformers 4.57")]
 if hasattr(transformers, "Gemma4Config"):
     MODELS["gemma4"] = gemma4
 
