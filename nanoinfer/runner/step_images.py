@@ -133,7 +133,7 @@ class ImageRows:
                 yield Span(place, end, image_id)
 
     def reserve_largest(self) -> Tensor:
-        """Encode as much as is encoded at once; return as much memory as takes what is kept, and a step's part."""
+        """Encode the largest batch; return as much memory as the rows that are kept and those of one step take."""
         encoder = self._encoder
         try:
             encoder.encode_largest(MAX_VALUES_AT_ONCE)

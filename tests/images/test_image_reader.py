@@ -332,6 +332,7 @@ def test_pictures_of_one_size_have_texts_that_are_tokenized_once(
     assert len(calls) == 2
     assert runs[0] == runs[1] != runs[2]
     monkeypatch.setattr(image_processor, "MAX_TEXTS", 1)
+    texts._known.clear()
     for size in sizes:
         processor.process(picture(*size), None, {})
     assert len(texts._known) == 1
