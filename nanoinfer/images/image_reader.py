@@ -17,7 +17,7 @@ from nanoinfer.errors import ConfigError, RequestError, closed_error
 from nanoinfer.images.picture_store import PictureStore
 from nanoinfer.images.processed import ProcessedImage, ProcessedPrompt
 from nanoinfer.images.processor import ImageProcessor, ProcessedPicture
-from nanoinfer.images.sources import as_rules, load_picture
+from nanoinfer.images.sources import as_rules, find_picture
 from nanoinfer.text.arguments import Errors, Prompt, as_list
 from nanoinfer.text.image_parts import ImagePrompt, ImageTexts
 from nanoinfer.text.prompts import find_bad_texts
@@ -130,23 +130,24 @@ class ImageReader:
 
     def _load(self, source: Any, options: Mapping[str, Any]) -> KeyedPicture:
         """Return a picture, processed now or before. Raises RequestError for a wrong one."""
-        picture, content = load_picture(source, self._rules)
-        digest = hashlib.sha256(repr((picture.size, sorted(options.items()))).encode())
-        digest.update(picture.tobytes())
+        load, content, size = find_picture(source, self._rules)
+        digest = hashlib.sha256(repr((size, sorted(options.items()))).encode())
+        digest.update(content)
         key = digest.digest()
-        if (known := self.store.get(key)) is None:
-            known = self.store.add(key, self._processor.process(picture, self._dtype, options))
+        known = self._process(key, load, options)
         again = None
-        if content is not None and len(content) < known.num_bytes / MIN_SAVED:
-            again = partial(self._make_again, key, content, options)
+        if size is None and len(content) < known.num_bytes / MIN_SAVED:
+            again = partial(self._tensors, key, load, options)
         return KeyedPicture(key, known, again)
 
-    def _make_again(self, key: bytes, content: bytes, options: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Return the tensors of a picture that was processed before. content: of its file, which was read then."""
+    def _process(self, key: bytes, load: Callable[[], Any], options: Mapping[str, Any]) -> ProcessedPicture:
+        """Return the processed picture with this key, which is loaded only if it is not kept."""
         if (known := self.store.get(key)) is None:
-            picture = load_picture(content, self._rules).image
-            known = self.store.add(key, self._processor.process(picture, self._dtype, options))
-        return known.tensors
+            known = self.store.add(key, self._processor.process(load(), self._dtype, options))
+        return known
+
+    def _tensors(self, key: bytes, load: Callable[[], Any], options: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        return self._process(key, load, options).tensors
 
     def _finish(
         self,

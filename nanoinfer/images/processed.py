@@ -22,9 +22,10 @@ class ProcessedImage:
     tensors: the keywords of the model's forward for this image alone, on the CPU, by name: pixel_values,
         image_grid_thw, image_sizes, pixel_attention_mask and others, as the model's own processor makes them.
         Floating-point ones have the model's dtype. Nobody writes into them: equal images share them.
-    again: makes the tensors once more, so that they need not be held; None where nothing can.
-    key: a digest of the picture's pixels, of their size and of all that the processor does with them. Images with equal
-        keys have equal tensors and as many image tokens, in any prompt.
+    again: makes the tensors once more, so that they need not be held; None for a picture that came without a file, or
+        whose file is hardly smaller than they are.
+    key: a digest of the picture's file, or of the pixels and their size of one in memory, and of the options of the
+        processor. Images with equal keys have equal tensors and as many image tokens, in any prompt.
     """
 
     start: int

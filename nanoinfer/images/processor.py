@@ -22,6 +22,7 @@ from nanoinfer.errors import ModelError, RequestError
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"}
+MAX_TEXTS = 64  # of pictures, whose token ids are kept
 PROBE_SIZE = (64, 48)  # pixels of the picture that shows how the processor writes images
 # What image processors take beside options.
 NO_OPTIONS = {"self", "images", "videos", "kwargs", "args", "return_tensors", "data_format", "input_data_format"}
@@ -55,8 +56,8 @@ class ImageProcessor:
     """
 
     def __init__(self, folder: Path, tokenizer: Any, lock: threading.Lock) -> None:
-        self._lock = lock
         self._processor = load_processor(folder, tokenizer)
+        self._texts = _PictureTexts(self._processor.tokenizer, lock)
         self._known = known_options(self._processor.image_processor)
         config = read_json(folder / "config.json")
         given = [config.get(name) for name in ("image_token_id", "image_token_index")]
@@ -128,7 +129,7 @@ class ImageProcessor:
         self, placeholder: str, picture: Any, to_dtype: dtype | None, options: Mapping[str, Any]
     ) -> ProcessedPicture:
         processor = copy.copy(self._processor)  # of this thread: what it writes for the tokenizer is kept
-        processor.tokenizer = tokenizer = _Listener(self._processor.tokenizer, self._lock)
+        processor.tokenizer = tokenizer = _Listener(self._texts)
         found = processor(images=[picture], text=[placeholder], return_tensors="pt", **options)
         tensors = {name: value for name, value in found.items() if name not in OF_THE_TEXT}
         if wrong := [name for name, value in tensors.items() if not isinstance(value, Tensor)]:
@@ -142,19 +143,36 @@ class ImageProcessor:
         return ProcessedPicture(text, runs, tensors, *(sum(map(part.count, self._indicators)) for part in around))
 
 
-class _Listener:
-    """Stands in for a processor's tokenizer, keeps the text that it gets, and lets one thread use it at a time."""
+class _PictureTexts:
+    """Tokenizes what processors write for pictures, one thread at a time. Pictures of one size have equal texts."""
 
     def __init__(self, tokenizer: Any, lock: threading.Lock) -> None:
-        self._tokenizer, self._lock, self.text = tokenizer, lock, ""
+        self.tokenizer, self._lock = tokenizer, lock
+        self._known: dict[str, Any] = {}
+
+    def encode(self, text: Any, *args: Any, **options: Any) -> Any:
+        """Return what the tokenizer makes of a text, in a mapping of the caller's own."""
+        name = repr((text, args, options))
+        with self._lock:
+            if name not in self._known:
+                if len(self._known) >= MAX_TEXTS:
+                    self._known.clear()
+                self._known[name] = self.tokenizer(text, *args, **options)
+            return copy.copy(self._known[name])
+
+
+class _Listener:
+    """Stands in for a processor's tokenizer, and keeps the text that it gets."""
+
+    def __init__(self, texts: _PictureTexts) -> None:
+        self._texts, self.text = texts, ""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+        return getattr(self._texts.tokenizer, name)
 
     def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
         self.text = text if isinstance(text, str) else text[0]
-        with self._lock:
-            return self._tokenizer(text, *args, **options)
+        return self._texts.encode(text, *args, **options)
 
 
 def join_runs(text: str, token: str) -> tuple[str, tuple[int, ...]]:

@@ -11,7 +11,9 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -37,11 +39,16 @@ FOR_BASE64 = "give base64 as 'data:image/png;base64,...', say"
 _loading = threading.Lock()  # held while PIL reads the file of a user's own image
 
 
-class LoadedPicture(NamedTuple):
-    """Holds PIL's image in RGB. content: the file that it was decoded from, which can be decoded again; None: none."""
+class FoundPicture(NamedTuple):
+    """Holds what equal pictures have in common, and decodes a file only where the picture is wanted.
 
-    image: Any
-    content: bytes | None = None
+    load: returns PIL's image in RGB, as often as it is called, or raises RequestError. content: the bytes of the file;
+    of an image or an array in memory, those of its pixels. size: (width, height) of one in memory; None for a file.
+    """
+
+    load: Callable[[], Any]
+    content: bytes
+    size: tuple[int, int] | None = None
 
 
 class MediaRules(NamedTuple):
@@ -62,8 +69,8 @@ def check_pillow() -> None:
         ) from None
 
 
-def load_picture(source: Any, rules: MediaRules) -> LoadedPicture:
-    """Return a picture. Raises RequestError for what is none, or may not be read.
+def find_picture(source: Any, rules: MediaRules) -> FoundPicture:
+    """Return a picture, of which a file is not decoded yet. Raises RequestError for what may not be read, or is none.
 
     source: a path, a URL (data:, file:, http:, https:), the bytes of a file, an array of pixels, or PIL's image; or
     {"bytes": ..., "path": ...}, of which one is None, as `datasets` has images in its files.
@@ -75,9 +82,9 @@ def load_picture(source: Any, rules: MediaRules) -> LoadedPicture:
     if isinstance(source, io.BytesIO):
         source = source.getvalue()
     if isinstance(source, Image.Image):
-        return LoadedPicture(_checked(lambda: _as_rgb(_loaded(source)), "the image"))
+        return _in_memory(_checked(lambda: _as_rgb(_loaded(source)), "the image"))
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _decode(io.BytesIO(source), f"the image of {len(source)} bytes")
+        return _found(io.BytesIO(source), f"the image of {len(source)} bytes")
     if isinstance(source, str) and not source:
         raise _invalid("the image is an empty text; give a path, or a URL")
     if isinstance(source, str) and "://" not in source[:10] and not source.startswith(("data:", "file:")):
@@ -89,17 +96,21 @@ def load_picture(source: Any, rules: MediaRules) -> LoadedPicture:
     if isinstance(source, str):
         return _read_url(source, rules)
     if hasattr(source, "__array__") or hasattr(source, "__array_interface__"):
-        return LoadedPicture(_from_array(source))
+        return _in_memory(_from_array(source))
     raise _invalid(
         f"the image is of type {type(source).__name__}; give a path, a URL, the bytes of a file, an array or PIL's"
     )
+
+
+def _in_memory(image: Any) -> FoundPicture:
+    return FoundPicture(lambda: image, image.tobytes(), image.size)
 
 
 def _invalid(message: str) -> RequestError:
     return RequestError(message, "invalid_image")
 
 
-def _read_file(path: Path, rules: MediaRules) -> LoadedPicture:
+def _read_file(path: Path, rules: MediaRules) -> FoundPicture:
     what = f"the image file {str(path)!r:.300}"
     try:
         real = path.resolve()
@@ -108,7 +119,7 @@ def _read_file(path: Path, rules: MediaRules) -> LoadedPicture:
         if not stat.S_ISREG(real.stat().st_mode):
             raise _invalid(f"{what} is a folder or a device; name a file")
         with real.open("rb") as file:
-            return _decode(file, what)
+            return _found(file, what)
     except FileNotFoundError:
         raise _invalid(f"{what} is not there; check the path") from None
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
@@ -118,7 +129,7 @@ def _read_file(path: Path, rules: MediaRules) -> LoadedPicture:
         raise _invalid(f"{what} cannot be read ({reason}); check the path, or {FOR_BASE64}") from error
 
 
-def _read_url(url: str, rules: MediaRules) -> LoadedPicture:
+def _read_url(url: str, rules: MediaRules) -> FoundPicture:
     what = f"the image URL {shown(url)}"
     try:
         parts = urlsplit(url)
@@ -126,13 +137,13 @@ def _read_url(url: str, rules: MediaRules) -> LoadedPicture:
         raise _invalid(f"{what} is no URL ({error}); check it") from None
     scheme = parts.scheme.lower()
     if scheme == "data":
-        return _decode(io.BytesIO(_data_of(url, what)), what)
+        return _found(io.BytesIO(_data_of(url, what)), what)
     if scheme == "file":
         if parts.netloc not in ("", "localhost"):
             raise _invalid(f"{what} is a file of another host; give file:///path, or a path")
         return _read_file(Path(request.url2pathname(parts.path)), rules)
     if scheme in ("http", "https"):
-        return _decode(io.BytesIO(_download(url, rules, what)), what)
+        return _found(io.BytesIO(_download(url, rules, what)), what)
     raise _invalid(f"{what} begins with {scheme}:; give data:, file:, http: or https:, or a path")
 
 
@@ -219,8 +230,23 @@ def _opener() -> request.OpenerDirector:
     return opener
 
 
-def _decode(file: BinaryIO, what: str) -> LoadedPicture:
-    """Return the picture in a file that is open. Raises RequestError where it is broken, too large, or none."""
+def _found(file: BinaryIO, what: str) -> FoundPicture:
+    """Return the picture in a file that is open. Its head is checked before the rest is read, which may be large."""
+    with _opened(file, what):
+        pass
+    file.seek(0)
+    content = file.read()
+    return FoundPicture(partial(_decode, content, what), content)
+
+
+def _decode(content: bytes, what: str) -> Any:
+    with _opened(io.BytesIO(content), what) as image:
+        return _checked(lambda: _as_rgb(image), what)
+
+
+@contextmanager
+def _opened(file: BinaryIO, what: str) -> Iterator[Any]:
+    """Yield PIL's image of a file, not decoded. Raises RequestError where it is broken, too large, or none."""
     from PIL import Image, UnidentifiedImageError
 
     Image.init()
@@ -233,9 +259,7 @@ def _decode(file: BinaryIO, what: str) -> LoadedPicture:
         with Image.open(file, formats=formats) as image:
             if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
                 raise _invalid(f"{too_large} (it is {image.width} x {image.height})")
-            picture = _checked(lambda: _as_rgb(image), what)
-        file.seek(0)
-        return LoadedPicture(picture, file.read())
+            yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _invalid(f"{too_large} ({error})") from None
     except UnidentifiedImageError:

@@ -133,7 +133,7 @@ class ImageRows:
                 yield Span(place, end, image_id)
 
     def reserve_largest(self) -> Tensor:
-        """Encode as much as is encoded at once; return as much memory as takes what is kept, and a step's part."""
+        """Encode the largest batch; return as much memory as the rows that are kept and those of one step take."""
         encoder = self._encoder
         try:
             encoder.encode_largest(MAX_VALUES_AT_ONCE)
@@ -219,8 +219,11 @@ class ImageRows:
             else:
                 missing.append(image_id)
         for image_id in missing:
-            self._held[image_id] = self._held[image_id].with_pixels()
-        for batch in self._batches(missing):
+            try:
+                self._held[image_id] = self._held[image_id].with_pixels()
+            except Exception as error:  # there may be no memory for them
+                found[image_id] = self._note_failed(image_id, described(error))
+        for batch in self._batches([image_id for image_id in missing if image_id not in found]):
             found |= zip(batch, self._encode_batch(batch), strict=True)
             for image_id in batch:
                 self._held[image_id] = self._held[image_id].without_pixels()
@@ -241,9 +244,13 @@ class ImageRows:
             reason = described(error)  # all else of the error holds the device's memory
         if len(image_ids) > 1:
             return [self._encode_batch([image_id])[0] for image_id in image_ids]
-        self._failed[image_ids[0]] = reason
-        shape = 1 + self._encoder.num_levels, len(contents[0].token_ids), self._hidden_size
-        return [torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)]
+        return [self._note_failed(image_ids[0], reason)]
+
+    def _note_failed(self, image_id: int, reason: str) -> Tensor:
+        """Note why an image cannot be encoded; return NaN in the place of what is read of it."""
+        self._failed[image_id] = reason
+        shape = 1 + self._encoder.num_levels, len(self._held[image_id].token_ids), self._hidden_size
+        return torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
 
     def _batches(self, image_ids: list[int]) -> Iterator[list[int]]:
         """Yield images that are encoded in one call: neighbours of a kind, and not too large together."""

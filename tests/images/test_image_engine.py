@@ -183,6 +183,25 @@ def test_pixels_are_let_go_once_encoded_and_made_again_where_an_image_is_encoded
     assert 0 in num_with_pixels[:-NUM_TOKENS]
 
 
+def test_images_whose_pixels_cannot_be_made_again_end_their_requests_alone(llm: LLM) -> None:
+    image_rows(llm)._max_tokens = 1  # rows are dropped with each step
+    llm.engine.scheduler.max_num_batched_tokens = 16
+
+    def fail() -> dict[str, torch.Tensor]:
+        raise MemoryError("no room")
+
+    good = make_prompt(MODEL, [20, "#3", 8])
+    bad = [make_prompt(MODEL, parts) for parts in ([20, "#1", 30, "#2", 8], [7, "#0", "#1", 4])]
+    for prompt in bad:
+        prompt.images[:] = [replace(image, again=fail) for image in prompt.images]
+    ended = [output.outputs[0] for output in run(llm, [good, *bad])]
+    assert ended[0].finish_reason == "length"
+    errors = [one.error for one in ended if one.error is not None]
+    assert errors
+    assert all("cannot be encoded (MemoryError: no room); crop it" in error for error in errors)
+    assert llm.engine.is_finished()
+
+
 def test_nothing_is_held_once_requests_have_ended(llm: LLM) -> None:
     engine, runner = engine_of(llm), llm.engine.check_open()
     run(llm, [make_prompt(MODEL, [20, "#1", 8]), make_prompt(MODEL, [5, "#1", "#2", 8])])

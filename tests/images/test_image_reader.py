@@ -17,7 +17,8 @@ import torch
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.preparer import ImagePortions
 from nanoinfer.errors import ConfigError, EngineClosedError, ModelError, RequestError
-from nanoinfer.images import picture_store
+from nanoinfer.images import picture_store, sources
+from nanoinfer.images import processor as image_processor
 from nanoinfer.images.image_reader import ImageReader, use_one_core
 from nanoinfer.images.picture_store import PictureStore
 from nanoinfer.images.processed import ProcessedPrompt
@@ -189,7 +190,7 @@ def test_parts_are_written_as_openai_transformers_and_vllm_write_them(
               for name, value in part.items()}  # fmt: skip
     [image] = reader.process(rendered(reader, conversation(filled, "?"))).images
     [meant] = reader.process(rendered(reader, conversation(picture(60, 40), "?"))).images
-    assert image.key == meant.key
+    assert torch.equal(image.tensors["pixel_values"], meant.tensors["pixel_values"])
 
 
 def test_several_images_are_a_list_or_an_array_of_four_dimensions(reader_of: Callable[..., ImageReader]) -> None:
@@ -299,6 +300,44 @@ def test_equal_pictures_are_processed_once(reader_of: Callable[..., ImageReader]
     assert first.tensors["pixel_values"] is again.tensors["pixel_values"]
 
 
+def test_a_file_that_is_given_again_in_any_form_is_neither_decoded_nor_processed_again(
+    reader_of: Callable[..., ImageReader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, path = reader_of("llava"), tmp_path / "a.png"
+    picture(60, 40, seed=7).save(path)
+    [first] = reader.process(rendered(reader, conversation({"type": "image", "image": str(path)}, "?"))).images
+    monkeypatch.setattr(sources, "_decode", lambda *_: pytest.fail("it is decoded again"))
+    for form in (path, path.read_bytes(), path.as_uri(), {"bytes": path.read_bytes(), "path": None}):
+        part = {"type": "image", "image": form}
+        [again] = reader.process(rendered(reader, conversation(part, "other"))).images
+        assert again.key == first.key
+        assert again.tensors["pixel_values"] is first.tensors["pixel_values"]
+
+
+def test_pictures_of_one_size_have_texts_that_are_tokenized_once(
+    reader_of: Callable[..., ImageReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, calls = reader_of("qwen3_vl")._processor, list[str]()
+    texts = processor._texts
+    tokenize = type(texts.tokenizer).__call__
+
+    def counted(self: Any, text: Any, *args: Any, **options: Any) -> Any:
+        calls.append(text)
+        return tokenize(self, text, *args, **options)
+
+    monkeypatch.setattr(type(texts.tokenizer), "__call__", counted)
+    monkeypatch.setattr(texts, "_known", {})
+    sizes = [(60, 40), (60, 40), (40, 40)]
+    runs = [processor.process(picture(*size, seed), None, {}).runs for seed, size in enumerate(sizes)]
+    assert len(calls) == 2
+    assert runs[0] == runs[1] != runs[2]
+    monkeypatch.setattr(image_processor, "MAX_TEXTS", 1)
+    texts._known.clear()
+    for size in sizes:
+        processor.process(picture(*size), None, {})
+    assert len(texts._known) == 1
+
+
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     folder = write_processor(tmp_path, "llava")
     tokenizer = load_tokenizer(folder)
@@ -311,7 +350,7 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="transformers has no processor class MyOwnProcessor"):
         ImageProcessor(folder, tokenizer.hf, tokenizer.lock)
     (folder / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(ModelError, match=r"preprocessor_config.json"):  # the class is that of the model
+    with pytest.raises(ModelError, match=r"preprocessor_config.json|LlavaProcessor"):  # the class is that of the model
         ImageProcessor(folder, tokenizer.hf, tokenizer.lock)
 
 

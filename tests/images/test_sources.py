@@ -16,7 +16,7 @@ import torch
 
 from nanoinfer.errors import ConfigError, RequestError
 from nanoinfer.images import sources
-from nanoinfer.images.sources import MediaRules, as_rules, load_picture
+from nanoinfer.images.sources import MediaRules, as_rules, find_picture
 from tests.images.processors import picture
 
 Image = pytest.importorskip("PIL.Image")
@@ -32,14 +32,14 @@ def png(image: Any, **options: Any) -> bytes:
 
 
 def pixels(source: Any, rules: MediaRules = ANYWHERE) -> np.ndarray:
-    image = load_picture(source, rules).image
+    image = find_picture(source, rules).load()
     assert image.mode == "RGB"
     return np.asarray(image)
 
 
 def complaint(source: Any, rules: MediaRules = ANYWHERE) -> str:
     with pytest.raises(RequestError) as error:
-        load_picture(source, rules)
+        find_picture(source, rules).load()
     assert error.value.kind == "invalid_image"
     return str(error.value)
 
@@ -66,7 +66,7 @@ def test_one_image_of_the_user_is_read_by_several_threads(tmp_path: Path) -> Non
 
 def test_a_picture_of_the_user_is_left_as_it_is() -> None:
     image = Image.new("RGBA", (2, 2), (*RED, 128))
-    load_picture(image, ANYWHERE)
+    find_picture(image, ANYWHERE).load()
     assert image.mode == "RGBA"
     assert image.getpixel((0, 0)) == (*RED, 128)
 

@@ -11,7 +11,14 @@ from nanoinfer.models.transformers.attention_interface import base_model, name_a
 from nanoinfer.models.transformers.fast_towers import speed_up_tower
 from nanoinfer.models.transformers.host_tensors import HostTensorsFollow
 from nanoinfer.models.transformers.image_encoder import TransformersImageEncoder
-from nanoinfer.models.transformers.tower_attention import Segments, attend_in_segments, packs_images
+from nanoinfer.models.transformers.tower_attention import (
+    CALLS_BEFORE_CUDNN,
+    MAX_SHAPES,
+    Segments,
+    attend_in_segments,
+    count_call,
+    packs_images,
+)
 from tests.images.seeing_models import ALL, IS_5
 
 PACKING = ["Qwen3VLForConditionalGeneration"]
@@ -127,3 +134,15 @@ def test_segments_attend_within_themselves(num_kv_heads: int) -> None:
         *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask, scale=0.3, enable_gqa=True
     )
     torch.testing.assert_close(attend_in_segments(q, k, v, segments, 0.3), expected[0].transpose(0, 1))
+
+
+def test_a_shape_is_frequent_in_a_layer_after_some_calls_and_rare_ones_are_forgotten() -> None:
+    layers = torch.nn.Identity(), torch.nn.Identity()
+    few, q = Segments((4, 4), torch.tensor([0, 4, 8])), torch.zeros(8, 2, 8)
+    found = [count_call(layers[0], q, few) for _ in range(CALLS_BEFORE_CUDNN + 1)]
+    assert found == [False] * CALLS_BEFORE_CUDNN + [True]
+    assert not count_call(layers[1], q, few)
+    assert not count_call(layers[0], q, Segments((8,), torch.tensor([0, 8])))
+    for num_patches in range(1, 2 * MAX_SHAPES):
+        count_call(layers[0], torch.zeros(num_patches, 2, 8), few)
+    assert len(layers[0].num_calls_by_shape) <= MAX_SHAPES

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from threading import current_thread
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from nanoinfer.batch.batch_job import Summary, run_batch
 from nanoinfer.errors import ModelError
 from nanoinfer.images.processor import load_processor
 from tests.images.processors import KINDS, picture, token_ids_of, write_processor
+from tests.images.seeing_models import ROPE_FIELD
 from tests.models.tiny_transformers import spread_weights
 
 pytest.importorskip("PIL")
@@ -54,7 +56,7 @@ def text_fields(kind: str) -> dict[str, Any]:
 def qwen3_vl() -> Any:
     ids = token_ids_of("qwen3_vl")
     config = transformers.Qwen3VLConfig(
-        text_config={**text_fields("qwen3_vl"), "rope_parameters": ROPE},
+        text_config={**text_fields("qwen3_vl"), "rope_theta": ROPE["rope_theta"], ROPE_FIELD: ROPE},
         vision_config={
             "depth": 2,
             "hidden_size": 32,
@@ -129,6 +131,7 @@ def gemma4() -> Any:
 
 
 MODELS: dict[str, Callable[[], Any]] = {"qwen3_vl": qwen3_vl, "llava": llava, "gemma3": gemma3}
+pytestmark = [pytestmark, pytest.mark.skipif(not hasattr(transformers, "Qwen3VLConfig"), reason="transformers 4.57")]
 if hasattr(transformers, "Gemma4Config"):
     MODELS["gemma4"] = gemma4
 
@@ -143,7 +146,10 @@ class Loaded(NamedTuple):
         """Return what transformers' processor makes of a prompt with placeholders."""
         processor = load_processor(self.folder, self.llm.preparer.prompt_processor.require_tokenizer().hf)
         given = {"images": [pictures]} if pictures else {}
-        return {**processor(text=[text], return_tensors="pt", add_special_tokens=False, **given)}
+        inputs = {**processor(text=[text], return_tensors="pt", add_special_tokens=False, **given)}
+        if "token_type_ids" not in signature(self.model.forward).parameters:  # transformers 4 makes them of all texts
+            inputs.pop("token_type_ids", None)
+        return inputs
 
     def answer(self, text: str, pictures: list[Any]) -> list[int]:
         """Return what transformers answers greedily to a prompt with placeholders."""

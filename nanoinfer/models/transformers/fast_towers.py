@@ -21,7 +21,7 @@ TRIED_SHAPE = 3, 2, 16  # tokens, heads, head_dim
 
 
 def speed_up_tower(tower: nn.Module) -> int:
-    """Replace what we have faster; return how many parts that were."""
+    """Replace the parts of a tower for which we have faster ones; return how many were replaced."""
     num_replaced = 0
     for module in tower.modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)) and _is_of_patches(module):
@@ -50,7 +50,7 @@ def _speed_up_layer(layer: nn.Module) -> bool:
 
 
 def _run_on_device(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a layer, all of whose tensors are on the device: looking for others at each operation takes time."""
+    """Run a layer without `HostTensorsFollow`, which slows each operation: all its tensors are on the device."""
     with torch._C.DisableTorchFunction():
         return forward(*args, **options)
 

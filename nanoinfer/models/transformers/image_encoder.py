@@ -26,7 +26,7 @@ from nanoinfer.models.transformers.fast_towers import speed_up_tower
 from nanoinfer.models.transformers.host_tensors import HostTensorsFollow
 from nanoinfer.models.transformers.transformers_config import shortened
 
-# What a language model may be called with, beside what is captured; None and numbers are no matter.
+# Arguments of a language model that need no support of ours. None, numbers and texts are always fine.
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
 MAX_SIDE = 48  # patches on a side of a large image, where a model limits their number

@@ -22,8 +22,8 @@ TOWER_ATTENTION = "nanoinfer_flash"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CUDNN_LEN = 512  # patches of a segment
-CALLS_BEFORE_CUDNN = 300  # of a shape: some ten batches of images
-_num_calls = Counter[tuple[Any, ...]]()
+CALLS_BEFORE_CUDNN = 10  # of a layer with one shape
+MAX_SHAPES = 256  # that a layer counts calls of, before it begins anew
 
 
 class Segments(NamedTuple):
@@ -41,10 +41,13 @@ def packs_images(tower: PreTrainedModel) -> bool:
     return any("cu_seqlens" in inspect.signature(part.forward).parameters for part in tower.modules())
 
 
-def attend_in_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def attend_in_segments(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, is_frequent: bool = False
+) -> Tensor:
     """Return the outputs of attention within each segment, like q: (num_patches, num_heads, head_dim).
 
-    k, v: the same, or of fewer heads, each of which serves as many neighbouring ones of q.
+    k, v: the same, or of fewer heads, each of which serves as many neighbouring ones of q. is_frequent: whether this
+    shape comes often enough to prepare cuDNN for it.
     """
     if k.shape[1] < q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -52,9 +55,9 @@ def attend_in_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scal
     if fits_flash and compute_capability(q.device) >= (8, 0):
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = max(segments.lens)
-        if _suits_cudnn(q, segments):
+        if is_frequent and _suits_cudnn(q, segments):
             return _attend_in_batch(q, k, v, len(segments.lens), scale)
+        longest = max(segments.lens)
         heads = varlen_attn(q, k, v, segments.starts, segments.starts, longest, longest, scale=scale)
         assert isinstance(heads, Tensor), "only heads were asked for"
         return heads
@@ -64,15 +67,19 @@ def attend_in_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scal
 
 
 def _suits_cudnn(q: Tensor, segments: Segments) -> bool:
-    """Return whether cuDNN is faster: on Hopper and later, for long segments of one length that come time and again.
+    """Return whether cuDNN is faster: on Hopper and later, for long segments of one length."""
+    is_long = len({*segments.lens}) == 1 and segments.lens[0] >= CUDNN_LEN
+    return is_long and compute_capability(q.device) >= (9, 0)
 
-    It takes the host long to prepare for each new shape.
-    """
-    if len({*segments.lens}) > 1 or segments.lens[0] < CUDNN_LEN or compute_capability(q.device) < (9, 0):
-        return False
-    shape = q.device, q.dtype, len(segments.lens), *q.shape
-    _num_calls[shape] += 1
-    return _num_calls[shape] > CALLS_BEFORE_CUDNN
+
+def count_call(layer: nn.Module, q: Tensor, segments: Segments) -> bool:
+    """Count a call of a layer; return whether its shape has come often. cuDNN takes long to prepare for a new one."""
+    num_calls: Counter[tuple[int, ...]] = layer.__dict__.setdefault("num_calls_by_shape", Counter())
+    if len(num_calls) >= MAX_SHAPES:
+        num_calls.clear()
+    shape = len(segments.lens), *q.shape
+    num_calls[shape] += 1
+    return num_calls[shape] > CALLS_BEFORE_CUDNN
 
 
 def _attend_in_batch(q: Tensor, k: Tensor, v: Tensor, num_segments: int, scale: float | None) -> Tensor:
@@ -104,7 +111,9 @@ def _attention(
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return out, None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend_in_segments(q, k, v, _segments(cu_seq_lens_q, q.device), scaling)[None], None
+    segments = _segments(cu_seq_lens_q, q.device)
+    is_frequent = count_call(module, q, segments)
+    return attend_in_segments(q, k, v, segments, scaling, is_frequent)[None], None
 
 
 AttentionInterface.register(TOWER_ATTENTION, _attention)
