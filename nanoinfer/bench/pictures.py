@@ -28,6 +28,7 @@ from nanoinfer.bench.report import describe_machine, find_device
 from nanoinfer.bench.trace import GPU_WORK, LONGEST_LAUNCH_LATENCY, Span, StepTrace, measure_gaps, top_kernels
 from nanoinfer.bench.workloads import Workload
 from nanoinfer.errors import ConfigError
+from nanoinfer.integers import ceil_div
 from nanoinfer.metrics import StepEvent
 from nanoinfer.models.native_config import read_native_config
 
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             floor = figures["floor"] = find_floor(config, prompt, num_images, llm.engine.config.max_num_seqs, rates)
             figures["first"] = time_reading(llm, timed, "at first", floor["seconds"])
             # What was read last is still in the cache.
-            num_blocks = -(-len(prompt) // llm.engine.config.kvcache_block_size) + 1
+            num_blocks = ceil_div(len(prompt), llm.engine.config.kvcache_block_size) + 1
             again = timed[-max(1, llm.get_metrics().num_blocks // (2 * num_blocks)) :]
             figures["again"] = time_reading(llm, again, "again")
             figures["gpu"] = watch(llm, watched, folder) if watched else None

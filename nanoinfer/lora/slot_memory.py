@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import cpu_threads, record_event, zeros
+from nanoinfer.integers import ceil_div
 from nanoinfer.layers.linear import ColumnParallelLinear
 from nanoinfer.lora.adapter_weights import AdapterMatrices, shards_of
 from nanoinfer.ops.lora.spec import LoRAMatrices
@@ -37,7 +38,7 @@ class SlotLayout:
 
     def _take(self, num_lines: int, width: int) -> tuple[int, int, int]:
         offset = self.num_values
-        self.num_values += -(-num_lines * width // ALIGNMENT) * ALIGNMENT
+        self.num_values += ceil_div(num_lines * width, ALIGNMENT) * ALIGNMENT
         return offset, num_lines, width
 
     def matrices(self, slots: Tensor) -> dict[str, LoRAMatrices]:

@@ -9,6 +9,7 @@ of tokens. Until such steps have been measured three times, their cost is a gues
 from collections import Counter, deque
 
 from nanoinfer.engine.interfaces import row_sizes
+from nanoinfer.integers import ceil_div
 
 NUM_KEPT = 5  # measurements of a kind of step; their median counts
 NUM_NEEDED, NUM_TRIED = 2, 3  # of plain steps, and of those that waited: fewer measurements are not believed
@@ -129,7 +130,7 @@ class Controller:
 
 def _size(num_rows: int) -> int:
     """Return a number of rows that stands for a few smaller ones, too."""
-    return 1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32
+    return 1 << (num_rows - 1).bit_length() if num_rows <= 32 else ceil_div(num_rows, 32) * 32
 
 
 def _median(values: "deque[float] | tuple[()]") -> float | None:
