@@ -61,8 +61,8 @@ def _rms_norm_kernel(
     if sum_weight_ptr is not None:
         sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x_ptrs = x_ptr + row * x_row_stride + column
     wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, num_splits):
