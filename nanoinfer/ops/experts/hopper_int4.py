@@ -36,6 +36,9 @@ from nanoinfer.ops.int4.hopper import (
 )
 from nanoinfer.ops.int4.triton import BLOCK, TIMES_F16, WORDS
 
+# With fewer programs of 128 rows of the weight on each multiprocessor, they have half the rows. In MXFP4 this is so for
+# tiles of 16 pairs, those of up to 16 tokens of gpt-oss (11.6 programs).
+MAX_SMALL, MAX_SMALL_E2M1 = 2, 12
 EXPONENTS_LAYOUT = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
 TIMES_BF16 = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 
@@ -351,7 +354,8 @@ def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
     num_experts, num_lines, num_words = weight.values.shape
     num_blocks, num_groups = num_words // WORDS.value, weight.num_groups
     num_slots = len(plan.tile_experts)
-    is_few = num_slots * triton.cdiv(num_lines, 128) < 2 * num_multiprocessors(x.device)
+    most = MAX_SMALL_E2M1 if weight.is_e2m1 and plan.tile_size == 16 else MAX_SMALL
+    is_few = num_slots * triton.cdiv(num_lines, 128) < most * num_multiprocessors(x.device)
     lines, stages = (64, 4) if is_few else (128, 3)  # rows of the weight for a program; buffers
     words = weight.values.view(num_experts * num_lines, num_words)
     _hopper_int4_experts_kernel[(triton.cdiv(num_lines, lines), num_slots)](
