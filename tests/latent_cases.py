@@ -87,18 +87,20 @@ def tensors_of(record: Any) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def random_cache(sizes: LatentAttentionConfig, lens: tuple[int, ...], num_shared: int = 0) -> tuple[LayerCache, Tensor]:
+def random_cache(
+    sizes: LatentAttentionConfig, lens: tuple[int, ...], num_shared: int = 0, block_size: int = BLOCK_SIZE
+) -> tuple[LayerCache, Tensor]:
     """Return a cache and block tables in random order. num_shared: blocks that all rows begin with."""
-    num_blocks = [max(1, -(-length // BLOCK_SIZE)) for length in lens]
+    num_blocks = [max(1, -(-length // block_size)) for length in lens]
     order = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(1)) + 1).tolist()
     tables = torch.full((len(lens), max(num_blocks)), -1, dtype=torch.int32)
-    vectors = randn(sum(num_blocks) + 1, 1, BLOCK_SIZE, sizes.vector_size)
+    vectors = randn(sum(num_blocks) + 1, 1, block_size, sizes.vector_size)
     for row, count in enumerate(num_blocks):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
         if row:
             tables[row, :num_shared] = tables[0, :num_shared]
-        if lens[row] % BLOCK_SIZE or not lens[row]:
-            vectors[tables[row, count - 1], 0, lens[row] % BLOCK_SIZE :] = torch.nan
+        if lens[row] % block_size or not lens[row]:
+            vectors[tables[row, count - 1], 0, lens[row] % block_size :] = torch.nan
     return LatentLayout(((1, sizes.vector_size),), sizes.latent_size).layer_cache(vectors), tables
 
 
@@ -109,11 +111,12 @@ def decode_step(
     sizes: LatentAttentionConfig = SIZES,
     num_shared: int = 0,
     num_sharers: tuple[int, ...] = (),
+    block_size: int = BLOCK_SIZE,
 ) -> LatentStep:
     """num_shared: blocks that runs of so many sharers have in common."""
     real = tuple(1 + row % num_tokens for row in range(len(lens)))  # tokens of each row
     ends = tuple(length + count - 1 if length else 0 for length, count in zip(lens, real, strict=True))
-    cache, tables = random_cache(sizes, ends, num_shared)
+    cache, tables = random_cache(sizes, ends, num_shared, block_size)
     shared = None
     if num_shared:
         counts = [count for run in num_sharers for count in (run, *[0] * (run - 1))]

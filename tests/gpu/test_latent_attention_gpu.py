@@ -40,22 +40,32 @@ def assert_equals_specification(step: LatentStep, dtype: torch.dtype = torch.bfl
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, FLASH])
+@pytest.mark.parametrize(("sizes", "block_size"), [(SIZES, 16), (FLASH, 16), (FLASH, 64)])
 @pytest.mark.parametrize("name", DECODES)
-def test_decode_equals_its_specification(name: str, sizes: Any) -> None:
-    assert_equals_specification(decode_step(*DECODES[name], sizes=sizes))
+def test_decode_equals_its_specification(name: str, sizes: Any, block_size: int) -> None:
+    """By Triton's kernel, and of whole tiles of 64 vectors by that for Hopper GPUs."""
+    assert_equals_specification(decode_step(*DECODES[name], sizes=sizes, block_size=block_size))
 
 
+@pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("num_heads", [16, 20])
 @pytest.mark.parametrize("lens", [(9000,), (3000, 1, 5000), (300, 800, 17, 1) * 40])
-def test_long_contexts_and_many_rows_equal_the_specification(num_heads: int, lens: tuple[int, ...]) -> None:
+def test_long_contexts_and_many_rows_equal_the_specification(
+    num_heads: int, lens: tuple[int, ...], block_size: int
+) -> None:
     """Rows over many programs, which few rows combine by rows, and rows that lie whole in a share."""
-    assert_equals_specification(decode_step(num_heads, lens, sizes=FLASH))
+    assert_equals_specification(decode_step(num_heads, lens, sizes=FLASH, block_size=block_size))
 
 
+@pytest.mark.parametrize(("num_shared", "block_size"), [(20, 16), (5, 64)])
 @pytest.mark.parametrize("num_tokens", [1, 2])
-def test_rows_that_read_a_prefix_together_equal_the_specification(num_tokens: int) -> None:
-    step = decode_step(16, (400, 500, 330, 700, 450), num_tokens, FLASH, num_shared=20, num_sharers=(2, 1, 2))
+def test_rows_that_read_a_prefix_together_equal_the_specification(
+    num_tokens: int, num_shared: int, block_size: int
+) -> None:
+    lens, sharers = (400, 500, 330, 700, 450), (2, 1, 2)
+    step = decode_step(
+        16, lens, num_tokens, FLASH, num_shared=num_shared, num_sharers=sharers, block_size=block_size
+    )
     assert_equals_specification(step)
 
 

@@ -23,7 +23,12 @@ import triton
 import triton.language as tl
 
 from nanoinfer.integers import ceil_div
-from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
+from nanoinfer.ops.common.device_properties import (
+    has_hopper_kernels,
+    has_large_shared_memory,
+    next_power_of_2,
+    num_multiprocessors,
+)
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.decode_attention.triton import (
     BEGINS_LATER,
@@ -590,6 +595,17 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
     shapes = {"group_size": group_size, "num_tokens": num_tokens, "num_queries": num_queries}
     partials = out.new_empty((num_parts, num_shares, 2, num_queries, latent_size), dtype=torch.float32)
     lse = partials.new_empty(partials.shape[:-1])
+    of_parts = {**shapes, "num_kv_heads": num_parts, "head_dim": latent_size, "HEAD_DIM": next_power_of_2(latent_size)}
+    if num_sharers is None and has_hopper_kernels(absorbed.device):
+        from nanoinfer.ops.latent_attention import hopper
+
+        if hopper.serves(num_queries, latent_size, rotary_size, tile_size, absorbed.dtype):
+            overlap = overlap_options(absorbed.device)
+            hopper.launch_decode(
+                absorbed, rotated, cache, plan, scale, out, prefix, partials, lse, shapes, queries, overlap
+            )
+            combine(plan, None, partials, lse, out, None, of_parts)
+            return
     _latent_decode_kernel[(num_parts, num_shares)](
         absorbed,
         rotated,
@@ -620,7 +636,6 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
         num_warps=shape.num_warps,
         **overlap_options(absorbed.device),
     )
-    of_parts = {**shapes, "num_kv_heads": num_parts, "head_dim": latent_size, "HEAD_DIM": next_power_of_2(latent_size)}
     combine(plan, num_sharers, partials, lse, out, out_lse, of_parts)
 
 
