@@ -1,5 +1,7 @@
 """The weights of a mixture's experts, and their MLPs; those of gpt-oss have biases and a SwiGLU that is clamped."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,6 +17,9 @@ from nanoinfer.quantization.linear_method import MATRIX, ParamSpec
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
 MAX_PAIRS = 2**17
+# Pairs of an expert, on average, of steps that no engine runs while it loads: larger than those of decode, and smaller
+# than the longest prefill. Their tiles, and so their kernels, are of other sizes than both have.
+PAIRS_BETWEEN = 16, 32
 
 
 class Routing(NamedTuple):
@@ -122,6 +127,8 @@ class Experts(nn.Module):
         super().__init__()
         # (num_experts, 2 * local inner size, hidden_size) and (num_experts, hidden_size, local inner size)
         inner_size, self.is_geglu = moe.intermediate_size, moe.is_geglu
+        self.hidden_size, self.num_experts_per_tok = hidden_size, moe.num_experts_per_tok
+        self.dtype = torch.get_default_dtype()  # of hidden states; weights may be quantized
         self.gate_up_proj = self.projection(moe.num_experts, ("gate", "up"), (inner_size, hidden_size), 0, tp)
         self.down_proj = self.projection(moe.num_experts, ("down",), (hidden_size, inner_size), 1, tp)
 
@@ -135,6 +142,19 @@ class Experts(nn.Module):
             rows = slice(start, start + max_tokens)
             torch.sum(self._mlp(hidden[rows], routing.expert_ids[rows], routing.weights[rows]), 0, out=total[rows])
         return total.unsqueeze(0)
+
+    def compiled_ahead(self, num_rows: int) -> list[Callable[[], Tensor]]:
+        """Return functions to run while the engine loads, once for all sizes, which compile what short prefill runs."""
+        return [partial(self._compute_zeros, pairs) for pairs in PAIRS_BETWEEN] if num_rows == 1 else []
+
+    def _compute_zeros(self, pairs: int) -> Tensor:
+        """Compute a step that has so many pairs of each expert, on average. No token has an expert, so none is read."""
+        weight, num_choices = self.gate_up_proj.weight, self.num_experts_per_tok
+        num_experts = len(weight)
+        num_tokens = pairs * num_experts // num_choices
+        hidden = torch.zeros(num_tokens, self.hidden_size, dtype=self.dtype, device=weight.device)
+        ids = torch.full((num_tokens, num_choices), num_experts, dtype=torch.int32, device=weight.device)
+        return self._mlp(hidden, ids, torch.zeros_like(ids, dtype=torch.float32))
 
     def _mlp(self, hidden: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
         gate_up = self.gate_up_proj

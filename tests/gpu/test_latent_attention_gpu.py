@@ -63,9 +63,7 @@ def test_rows_that_read_a_prefix_together_equal_the_specification(
     num_tokens: int, num_shared: int, block_size: int
 ) -> None:
     lens, sharers = (400, 500, 330, 700, 450), (2, 1, 2)
-    step = decode_step(
-        16, lens, num_tokens, FLASH, num_shared=num_shared, num_sharers=sharers, block_size=block_size
-    )
+    step = decode_step(16, lens, num_tokens, FLASH, num_shared=num_shared, num_sharers=sharers, block_size=block_size)
     assert_equals_specification(step)
 
 

@@ -4,6 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoint.base_config import MoEConfig
+from nanoinfer.device import default_dtype
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.experts import Experts
 from nanoinfer.ops.activations.spec import gated_sum
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.routing import spec as routing_spec
@@ -234,6 +238,19 @@ def test_the_cases_reach_all_sizes_of_tiles() -> None:
     rows = {tile_rows(case[0] * case[2], case[1], torch.float16) for case in CASES}
     assert rows >= {16, 64, 128}
     assert tile_rows(256 * 8, 128, torch.float16) == 32
+
+
+def test_sizes_of_tiles_between_decode_and_the_longest_prefill_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No token has an expert, so no weight is read for it."""
+    with default_dtype(torch.bfloat16):
+        layer, steps = Experts(64, MoEConfig(128, 8, 16, True, has_experts=(True,)), TensorParallel()), []
+    monkeypatch.setattr(type(layer.gate_up_proj.quant_method), "expert_mlp", lambda _, __, *step: steps.append(step))
+    for function in (*layer.compiled_ahead(1), *layer.compiled_ahead(2)):
+        function()
+    assert [tile_rows(ids.numel(), 128, hidden.dtype) for hidden, ids, _ in steps] == [32, 64]
+    assert all(hidden.shape == (len(ids), 64) and (ids == 128).all() for hidden, ids, _ in steps)
 
 
 @loops_are_interpreted
