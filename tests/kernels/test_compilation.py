@@ -75,6 +75,7 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
         {"_latent_prefill_kernel", "_latent_decode_kernel", "_norm_rope_store_latents_kernel"} <= names
     ) == is_latent
     assert ({"_store_and_absorb_kernel", "_values_of_sums_kernel"} <= names) == (is_latent and capability >= 90)
+    assert ("_hopper_latent_decode_kernel" in names) == (is_latent and capability == 90)
     assert ("_norm_rope_store_kernel" in names) == (not is_gemma4 and not is_latent)
     assert ({"_qkv_norm_rope_store_kernel", "_scaled_norm_kernel"} <= names) == is_gemma4
     # The others have heads of 256, or sinks.

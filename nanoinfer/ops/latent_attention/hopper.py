@@ -58,7 +58,6 @@ def _fetch(
     full,
     empty,
     num_pieces: gl.constexpr,
-    PIECE: gl.constexpr,
 ):
     """Fetch the pieces of one tile after the other, the rotated part first."""
     num_buffers: gl.constexpr = ring.shape[0]
@@ -72,7 +71,7 @@ def _fetch(
             buffer = number % num_buffers
             mbarrier.wait(empty.index(buffer), (number // num_buffers) & 1 ^ 1)
             mbarrier.expect(full.index(buffer), vectors_desc.block_type.nbytes)
-            column = (piece + num_pieces - 1) % num_pieces * PIECE
+            column = (piece + num_pieces - 1) % num_pieces * ring.shape[2]
             load_tile(vectors_desc, [line, column], full.index(buffer), ring.index(buffer))
             number += 1
 
@@ -126,29 +125,29 @@ def _attend(
     """Attend to the tiles of this share, row by row."""
     dtype: gl.constexpr = queries.dtype
     num_buffers: gl.constexpr = ring.shape[0]
-    TILE: gl.constexpr = ring.shape[1]
-    PIECE: gl.constexpr = ring.shape[2]
-    QUERIES: gl.constexpr = queries.shape[1]
+    tile_size: gl.constexpr = ring.shape[1]
+    size: gl.constexpr = ring.shape[2]  # of a piece
+    padded: gl.constexpr = queries.shape[1]
     num_heads: gl.constexpr = num_parts * group_size
-    latent_size: gl.constexpr = (num_pieces - 1) * PIECE
-    # Scores, (TILE, QUERIES), and the sums of a piece, (PIECE, QUERIES), lie in registers alike.
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    latent_size: gl.constexpr = (num_pieces - 1) * size
+    # Scores, (tile_size, padded), and the sums of a piece, (size, padded), lie alike in registers.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, padded, 16])
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     part, share = gl.program_id(0), gl.program_id(1)
     first, last = _share_of(num_tiles, num_shares)
 
-    loaded_query = gl.arange(0, QUERIES, gl.SliceLayout(1, loaded))
+    loaded_query = gl.arange(0, padded, gl.SliceLayout(1, loaded))
     loaded_head = part * group_size + loaded_query % group_size
-    loaded_number = gl.arange(0, PIECE, gl.SliceLayout(0, loaded))
+    loaded_number = gl.arange(0, size, gl.SliceLayout(0, loaded))
     is_loaded = (loaded_query < num_queries)[:, None]
     absorbed_offsets = (loaded_query // group_size * num_heads + loaded_head) * latent_size
     rotated_offsets = loaded_query // group_size * rotated_token_stride + loaded_head * rotated_head_stride
-    query = gl.arange(0, QUERIES, gl.SliceLayout(0, layout))
+    query = gl.arange(0, padded, gl.SliceLayout(0, layout))
     line = query // group_size * num_heads + part * group_size + query % group_size
     is_query = query < num_queries
-    vector = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    dim = gl.arange(0, PIECE, gl.SliceLayout(1, layout))
-    zeros = gl.zeros([TILE, QUERIES], gl.float32, layout)
+    vector = gl.arange(0, tile_size, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, size, gl.SliceLayout(1, layout))
+    zeros = gl.zeros([tile_size, padded], gl.float32, layout)
 
     number = 0  # of pieces before this tile
     tile = first
@@ -167,17 +166,17 @@ def _attend(
         ptrs = absorbed_ptr + first_token * (num_heads * latent_size) + absorbed_offsets[:, None]
         ptrs += loaded_number[None, :]
         for piece in gl.static_range(1, num_pieces):
-            queries.index(piece).store(gl.load(ptrs + (piece - 1) * PIECE, mask=is_loaded, other=0.0))
+            queries.index(piece).store(gl.load(ptrs + (piece - 1) * size, mask=is_loaded, other=0.0))
         fence_async_shared()
         thread_barrier()
 
-        maximum = gl.full([QUERIES], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+        maximum = gl.full([padded], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
         total = zeros  # of the weights that each thread has
         sums = ()
         for _ in gl.static_range(1, num_pieces):
             sums += (zeros,)  # type: ignore[assignment]
         for _ in range(tile, end):
-            if num_visible + num_later < TILE:
+            if num_visible + num_later < tile_size:
                 for piece in gl.static_range(num_pieces):
                     buffer = (number + piece) % num_buffers
                     mbarrier.wait(full.index(buffer), ((number + piece) // num_buffers) & 1)
@@ -193,7 +192,7 @@ def _attend(
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(empty.index(number % num_buffers), count=1)  # the rotated part has no values
             scores *= scale_log2
-            if num_visible < TILE:
+            if num_visible < tile_size:
                 end_of_query = num_visible + gl.minimum(query // group_size, num_later)
                 scores = gl.where(vector[:, None] < end_of_query[None, :], scores, MASKED)
             new_maximum = gl.maximum(maximum, gl.reduce(scores, 0, _maximum))
@@ -213,7 +212,7 @@ def _attend(
             for piece in gl.static_range(1, num_pieces):
                 mbarrier.arrive(empty.index((number + piece) % num_buffers), count=1)
             number += num_pieces
-            num_visible -= TILE
+            num_visible -= tile_size
 
         begins_here = row_start >= first
         is_whole = begins_here & (end == row_end)
@@ -233,14 +232,14 @@ def _attend(
         partial = ((part * num_shares + share) * 2 + begins_here.to(gl.int32)) * num_queries + query
         for piece in gl.static_range(1, num_pieces):
             result = sums[piece - 1] * factor[None, :]
-            offsets = out_line[None, :] * latent_size + ((piece - 1) * PIECE + dim)[:, None]
+            offsets = out_line[None, :] * latent_size + ((piece - 1) * size + dim)[:, None]
             if prefix_out_ptr is not None:
                 prefix = gl.load(prefix_out_ptr + offsets, mask=has_prefix[None, :], other=0.0)
                 result += prefix * prefix_factor[None, :]
             if is_whole:
                 gl.store(out_ptr + offsets, result.to(dtype), mask=is_query[None, :])
             else:
-                partial_offsets = partial[None, :] * latent_size + ((piece - 1) * PIECE + dim)[:, None]
+                partial_offsets = partial[None, :] * latent_size + ((piece - 1) * size + dim)[:, None]
                 gl.store(partials_ptr + partial_offsets, result, mask=is_query[None, :])
         if not is_whole:
             gl.store(lse_ptr + partial, lse, mask=is_query)
@@ -301,7 +300,7 @@ def _hopper_latent_decode_kernel(
                 partials_ptr, lse_ptr, scale_log2, rotated_token_stride, rotated_head_stride, num_tiles, num_shares,
                 queries, weights, ring, full, empty, num_parts, group_size, num_tokens, num_queries, num_pieces,
             )),
-            (_fetch, (vectors_desc, tiles_ptr, num_tiles, num_shares, ring, full, empty, num_pieces, PIECE)),
+            (_fetch, (vectors_desc, tiles_ptr, num_tiles, num_shares, ring, full, empty, num_pieces)),
         ],
         [1],
         [LOADING_REGISTERS],
