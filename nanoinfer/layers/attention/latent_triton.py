@@ -116,7 +116,7 @@ class TritonLatentBackend(LatentBackend):
         if shared is not None and max_latent_sharers(num_heads, metadata.num_tokens, device) > 1:
             first_tokens = shared.num_shared_blocks * block_size
             prefix_lens = torch.where(shared.num_sharers > 0, first_tokens, 0)
-            tile_size = tile_tokens(num_heads, metadata.num_tokens, device, block_size, of_prefixes=True)
+            tile_size = tile_tokens(num_heads, metadata.num_tokens, cache, of_prefixes=True)
             prefixes = plan_decode(prefix_lens, tables, block_size, vector_size, least_tiles=0, tile_size=tile_size)
         rows = plan_decode(
             lens,
@@ -125,6 +125,6 @@ class TritonLatentBackend(LatentBackend):
             vector_size,
             first_tokens,
             num_row_tokens=metadata.num_row_tokens,
-            tile_size=tile_tokens(num_heads, metadata.num_tokens, device, block_size),
+            tile_size=tile_tokens(num_heads, metadata.num_tokens, cache),
         )
         return DecodePlan(rows, prefixes)

@@ -1,12 +1,15 @@
 """Decode over latents for Hopper GPUs, in Gluon.
 
-It computes what `_latent_decode_kernel` of `triton.py` does for rows, from the same tiles, and reads faster: memory is
-busy all the time. The warps of a program have parts of their own.
+It computes what `_latent_decode_kernel` of `triton.py` does, from the same tiles, and memory is busy all the time: the
+warps of a program have parts of their own (FlashMLA, DeepSeek 2025).
 
-- One warp fetches. It copies a tile in pieces of 64 vectors x 64 numbers, in bulk (TMA), into a ring of buffers.
-- Four warps attend. Both products read the pieces as they lie: as keys, and transposed as values. As soon as the last
-  product with a tile is done, its buffers are filled again.
+- One warp fetches queries and tiles, in pieces of 64 lines of 128 bytes: in bulk, by copies of their own (TMA).
+- Four warps multiply queries by keys, and make weights of the scores. They keep those in registers and leave a copy in
+  shared memory, for four others. Each four add up half of the latents.
 - Barriers in shared memory say when a buffer is full and when it may be filled again.
+
+A tile of queries has 64 lines, as the tensor cores take so many. Those beyond `num_queries` hold whatever lies there,
+and their results are not written.
 
 Triton's interpreter does not run Gluon: the kernel is compared with its specification on a GPU alone, and a CPU only
 compiles it.
@@ -26,16 +29,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanoinfer.ops.common.hopper import SWIZZLED, load_tile, thread_barrier
+from nanoinfer.ops.common.device_properties import next_power_of_2
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile, thread_barrier
+from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.decode_attention.triton import (
+    BEGINS_LATER,
+    LATER_MASK,
+    LATER_SHIFT,
+    MASKED,
+    MAX_QUERIES,
+    MIN_QUERIES,
+)
+from nanoinfer.ops.kv_cache.spec import LayerCache
 
-TILE = 64  # vectors; the tensor cores take as many lines of a first operand
+TILE = 64  # vectors
 PIECE = 64  # numbers of a vector: lines of 128 bytes
-MAX_QUERIES = 32  # of a program: their sums of 512 latents take half of all registers
-SHARED_MEMORY = 226 * 2**10  # bytes of queries, weights and pieces
-LOADING_REGISTERS, REGISTERS = 24, 128  # of a thread: the warp that fetches, and the average, which it leaves to others
+LATENT_PIECES = 8  # of a vector's latent, after the piece that is rotated
+STAGES = 2  # tiles that shared memory holds
+ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
 
-MASKED = gl.constexpr(-3e38)  # see ops/decode_attention
-ENDS_ROW, BEGINS_LATER, LATER_SHIFT, LATER_MASK = gl.constexpr(1), gl.constexpr(2), gl.constexpr(2), gl.constexpr(63)
+ROTATED_AND_FIRST_HALF = gl.constexpr(1 + LATENT_PIECES // 2)  # pieces
+PIECES = gl.constexpr(1 + LATENT_PIECES)
 
 
 @gluon.jit
@@ -49,31 +63,60 @@ def _share_of(num_tiles, num_shares):
 
 
 @gluon.jit
+def _fetch_pieces(
+    desc, slot, ring, stage, phase, full, empty, half: gl.constexpr, begin: gl.constexpr, end: gl.constexpr
+):
+    """Fetch some pieces of a tile once their buffers may be filled. What is rotated comes first, and lies last."""
+    barrier = full.index(2 * stage + half)
+    mbarrier.wait(empty.index(2 * stage + half), phase)
+    mbarrier.expect(barrier, (end - begin) * desc.block_type.nbytes)
+    for piece in gl.static_range(begin, end):
+        column = (piece + PIECES - 1) % PIECES * ring.shape[2]
+        load_tile(desc, [slot, column], barrier, ring.index(stage * PIECES + piece))
+
+
+@gluon.jit
 def _fetch(
-    vectors_desc,
+    descriptors,
     tiles_ptr,
     num_tiles,
     num_shares,
+    queries,
     ring,
+    q_barriers,
     full,
     empty,
-    num_pieces: gl.constexpr,
+    lines_of_row: gl.constexpr,
+    group_size: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Fetch the pieces of one tile after the other, the rotated part first."""
-    num_buffers: gl.constexpr = ring.shape[0]
+    """Fetch one tile after the other, and the queries of each row."""
+    rotated_desc, absorbed_desc, vectors_desc = descriptors
+    q_full, q_empty = q_barriers
+    num_lines: gl.constexpr = absorbed_desc.block_type.shape[0]
     first, last = _share_of(num_tiles, num_shares)
-    number = 0
-    slot = gl.load(tiles_ptr + first * 4, mask=first < last, other=0)
+    next_slot = gl.load(tiles_ptr + first * 4, mask=first < last, other=0)
+    next_row = gl.load(tiles_ptr + first * 4 + 2, mask=first < last, other=0)
+    row = -1
+    q_phase = 1  # the phase before the first counts as complete
     for tile in range(first, last):
-        line = slot
-        slot = gl.load(tiles_ptr + gl.minimum(tile + 1, last - 1) * 4)  # on its way while this tile is
-        for piece in gl.static_range(num_pieces):
-            buffer = number % num_buffers
-            mbarrier.wait(empty.index(buffer), (number // num_buffers) & 1 ^ 1)
-            mbarrier.expect(full.index(buffer), vectors_desc.block_type.nbytes)
-            column = (piece + num_pieces - 1) % num_pieces * ring.shape[2]
-            load_tile(vectors_desc, [line, column], full.index(buffer), ring.index(buffer))
-            number += 1
+        slot, previous_row, row = next_slot, row, next_row
+        following = gl.minimum(tile + 1, last - 1)
+        next_slot = gl.load(tiles_ptr + following * 4)  # on its way while this tile is
+        next_row = gl.load(tiles_ptr + following * 4 + 2)
+        stage = (tile - first) % STAGES
+        phase = ((tile - first) // STAGES) & 1 ^ 1
+        _fetch_pieces(vectors_desc, slot, ring, stage, phase, full, empty, 0, 0, ROTATED_AND_FIRST_HALF)
+        _fetch_pieces(vectors_desc, slot, ring, stage, phase, full, empty, 1, ROTATED_AND_FIRST_HALF, PIECES)
+        if row != previous_row:
+            mbarrier.wait(q_empty, q_phase)
+            q_phase ^= 1
+            mbarrier.expect(q_full, PIECES * absorbed_desc.block_type.nbytes)
+            line = row * lines_of_row + gl.program_id(0) * group_size
+            load_tile(rotated_desc, [line, 0], q_full, queries.index(0).slice(0, num_lines))
+            for piece in gl.static_range(1, PIECES):
+                place = queries.index(piece).slice(0, num_lines)
+                load_tile(absorbed_desc, [line, (piece - 1) * ring.shape[2]], q_full, place)
 
 
 @gluon.jit
@@ -88,7 +131,7 @@ def _sum(a, b):
 
 @gluon.jit
 def _clear(piece, num_valid):
-    """Set the vectors from `num_valid` on to 0: they may be NaN, and 0 x NaN is NaN."""
+    """Set the latents from `num_valid` on to 0: they may be NaN, and 0 x NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     vector = gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
     read = piece.load(layout)
@@ -97,59 +140,53 @@ def _clear(piece, num_valid):
 
 @gluon.jit
 def _attend(
-    absorbed_ptr,
-    rotated_ptr,
-    tiles_ptr,
-    row_starts_ptr,
-    prefix_out_ptr,
-    prefix_lse_ptr,
-    out_ptr,
-    partials_ptr,
-    lse_ptr,
+    half: gl.constexpr,
+    plan,
+    prefix,
+    results,
     scale_log2,
-    rotated_token_stride,
-    rotated_head_stride,
     num_tiles,
     num_shares,
     queries,
-    weights,
     ring,
+    weights,
+    factors,
+    q_barriers,
+    w_barriers,
     full,
     empty,
     num_parts: gl.constexpr,
     group_size: gl.constexpr,
     num_tokens: gl.constexpr,
     num_queries: gl.constexpr,
-    num_pieces: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Attend to the tiles of this share, row by row."""
-    dtype: gl.constexpr = queries.dtype
-    num_buffers: gl.constexpr = ring.shape[0]
+    """Add up half of the latents for the tiles of this share, row by row. The first half makes the weights of both."""
+    tiles_ptr, row_starts_ptr, num_sharers_ptr = plan
+    prefix_out_ptr, prefix_lse_ptr = prefix
+    out_ptr, out_lse_ptr, partials_ptr, lse_ptr = results
+    q_full, q_empty = q_barriers
+    w_full, w_empty = w_barriers
+    dtype: gl.constexpr = ring.dtype
     tile_size: gl.constexpr = ring.shape[1]
     size: gl.constexpr = ring.shape[2]  # of a piece
-    padded: gl.constexpr = queries.shape[1]
+    num_lines: gl.constexpr = queries.shape[1]
     num_heads: gl.constexpr = num_parts * group_size
-    latent_size: gl.constexpr = (num_pieces - 1) * size
-    # Scores, (tile_size, padded), and the sums of a piece, (size, padded), lie alike in registers.
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, padded, 16])
-    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    num_pieces: gl.constexpr = PIECES // 2  # of this half's latents
+    latent_size: gl.constexpr = 2 * num_pieces * size
+    first_piece: gl.constexpr = 1 + half * num_pieces
+    # Scores, (num_lines, tile_size), and the sums of a piece, (num_lines, size), lie alike in registers.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, size, 16])
+    of_lines: gl.constexpr = gl.SliceLayout(1, layout)
+    zeros = gl.zeros([num_lines, size], gl.float32, layout)
+    query = gl.arange(0, num_lines, of_lines)
+    vector = gl.arange(0, tile_size, gl.SliceLayout(0, layout))
+    dim = half * (num_pieces * size) + gl.arange(0, size, gl.SliceLayout(0, layout))
     part, share = gl.program_id(0), gl.program_id(1)
     first, last = _share_of(num_tiles, num_shares)
 
-    loaded_query = gl.arange(0, padded, gl.SliceLayout(1, loaded))
-    loaded_head = part * group_size + loaded_query % group_size
-    loaded_number = gl.arange(0, size, gl.SliceLayout(0, loaded))
-    is_loaded = (loaded_query < num_queries)[:, None]
-    absorbed_offsets = (loaded_query // group_size * num_heads + loaded_head) * latent_size
-    rotated_offsets = loaded_query // group_size * rotated_token_stride + loaded_head * rotated_head_stride
-    query = gl.arange(0, padded, gl.SliceLayout(0, layout))
-    line = query // group_size * num_heads + part * group_size + query % group_size
-    is_query = query < num_queries
-    vector = gl.arange(0, tile_size, gl.SliceLayout(1, layout))
-    dim = gl.arange(0, size, gl.SliceLayout(1, layout))
-    zeros = gl.zeros([tile_size, padded], gl.float32, layout)
-
-    number = 0  # of pieces before this tile
+    q_phase = 0
+    w_phase = 0
     tile = first
     while tile < last:  # a row, or what the share has of it
         num_visible = gl.load(tiles_ptr + tile * 4 + 1)  # to the row's first query token; later ones see more
@@ -159,198 +196,243 @@ def _attend(
         row_end = gl.load(row_starts_ptr + row + 1)
         end = gl.minimum(row_end, last)
         num_later = (flags >> LATER_SHIFT) & LATER_MASK
-        first_token = row.to(gl.int64) * num_tokens
-        thread_barrier()
-        ptrs = rotated_ptr + first_token * rotated_token_stride + rotated_offsets[:, None] + loaded_number[None, :]
-        queries.index(0).store(gl.load(ptrs, mask=is_loaded, other=0.0))
-        ptrs = absorbed_ptr + first_token * (num_heads * latent_size) + absorbed_offsets[:, None]
-        ptrs += loaded_number[None, :]
-        for piece in gl.static_range(1, num_pieces):
-            queries.index(piece).store(gl.load(ptrs + (piece - 1) * size, mask=is_loaded, other=0.0))
-        fence_async_shared()
-        thread_barrier()
-
-        maximum = gl.full([padded], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-        total = zeros  # of the weights that each thread has
+        maximum = gl.full([num_lines], float("-inf"), gl.float32, of_lines)
+        total = gl.zeros([num_lines], gl.float32, of_lines)
         sums = ()
-        for _ in gl.static_range(1, num_pieces):
+        for _ in gl.static_range(num_pieces):
             sums += (zeros,)  # type: ignore[assignment]
-        for _ in range(tile, end):
-            if num_visible + num_later < tile_size:
-                for piece in gl.static_range(num_pieces):
-                    buffer = (number + piece) % num_buffers
-                    mbarrier.wait(full.index(buffer), ((number + piece) // num_buffers) & 1)
-                    _clear(ring.index(buffer), num_visible + num_later)
+        if half == 0:
+            mbarrier.wait(q_full, q_phase)
+            q_phase ^= 1
+        for current in range(tile, end):
+            stage = (current - first) % STAGES
+            phase = ((current - first) // STAGES) & 1
+            pieces = stage * PIECES
+            if half == 0:
+                mbarrier.wait(full.index(2 * stage), phase)
+                scores = zeros
+                for piece in gl.static_range(ROTATED_AND_FIRST_HALF):
+                    keys = ring.index(pieces + piece).permute((1, 0))
+                    scores = warpgroup_mma(queries.index(piece), keys, scores, use_acc=piece > 0, is_async=True)
+                mbarrier.wait(full.index(2 * stage + 1), phase)
+                for piece in gl.static_range(ROTATED_AND_FIRST_HALF, PIECES):
+                    keys = ring.index(pieces + piece).permute((1, 0))
+                    scores = warpgroup_mma(queries.index(piece), keys, scores, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                if current == end - 1:
+                    mbarrier.arrive(q_empty, count=1)
+                scores *= scale_log2
+                if num_visible < tile_size:
+                    end_of_query = num_visible + gl.minimum(query // group_size, num_later)
+                    scores = gl.where(vector[None, :] < end_of_query[:, None], scores, MASKED)
+                new_maximum = gl.maximum(maximum, gl.reduce(scores, 1, _maximum))
+                decay = gl.exp2(maximum - new_maximum)
+                weight = gl.exp2(scores - new_maximum[:, None])
+                total = total * decay + gl.reduce(weight, 1, _sum)
+                maximum = new_maximum
+                mbarrier.wait(w_empty, w_phase ^ 1)
+                weights.store(weight.to(dtype))
+                factors.index(0).store(decay)
                 fence_async_shared()
                 thread_barrier()
-            scores = zeros
-            for piece in gl.static_range(num_pieces):
-                buffer = (number + piece) % num_buffers
-                mbarrier.wait(full.index(buffer), ((number + piece) // num_buffers) & 1)
-                of_piece = queries.index(piece).permute((1, 0))
-                scores = warpgroup_mma(ring.index(buffer), of_piece, scores, use_acc=piece > 0, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(empty.index(number % num_buffers), count=1)  # the rotated part has no values
-            scores *= scale_log2
-            if num_visible < tile_size:
-                end_of_query = num_visible + gl.minimum(query // group_size, num_later)
-                scores = gl.where(vector[:, None] < end_of_query[None, :], scores, MASKED)
-            new_maximum = gl.maximum(maximum, gl.reduce(scores, 0, _maximum))
-            decay = gl.exp2(maximum - new_maximum)
-            weight = gl.exp2(scores - new_maximum[None, :])
-            total = total * decay[None, :] + weight
-            maximum = new_maximum
-            weights.store(weight.to(dtype))
-            fence_async_shared()
-            thread_barrier()
-            new_sums = ()
-            for piece in gl.static_range(1, num_pieces):
-                values = ring.index((number + piece) % num_buffers).permute((1, 0))
-                added = warpgroup_mma(values, weights, sums[piece - 1] * decay[None, :], is_async=True)
-                new_sums += (added,)  # type: ignore[assignment]
-            sums = warpgroup_mma_wait(0, deps=new_sums)
-            for piece in gl.static_range(1, num_pieces):
-                mbarrier.arrive(empty.index((number + piece) % num_buffers), count=1)
-            number += num_pieces
+                mbarrier.arrive(w_full, count=1)
+                of_tile = gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, layout, 2))
+            else:
+                mbarrier.wait(full.index(2 * stage + 1), phase)
+                mbarrier.wait(w_full, w_phase)
+                decay = factors.index(0).load(of_lines)
+                of_tile = weights
+            w_phase ^= 1
+            if num_visible + num_later < tile_size:
+                for piece in gl.static_range(first_piece, first_piece + num_pieces):
+                    _clear(ring.index(pieces + piece), num_visible + num_later)
+                fence_async_shared()
+                thread_barrier()
+            decayed, added = (), ()
+            for index in gl.static_range(num_pieces):  # all before the first product, which would be waited for
+                decayed += (sums[index] * decay[:, None],)  # type: ignore[assignment]
+            for index in gl.static_range(num_pieces):
+                latents = ring.index(pieces + first_piece + index)
+                added += (warpgroup_mma(of_tile, latents, decayed[index], is_async=True),)  # type: ignore[assignment]
+            sums = warpgroup_mma_wait(0, deps=added)
+            mbarrier.arrive(empty.index(2 * stage + half), count=1)
+            if half == 1:
+                mbarrier.arrive(w_empty, count=1)
             num_visible -= tile_size
 
         begins_here = row_start >= first
         is_whole = begins_here & (end == row_end)
-        added_weights = gl.reduce(total, 0, _sum)
-        lse = maximum + gl.log2(added_weights)
-        factor = 1 / added_weights
-        prefix_factor = factor
-        out_line = first_token * num_heads + line
-        if prefix_out_ptr is not None:
-            # The result of the prefix counts once, in the row's first share.
-            has_prefix = is_query & (begins_here & ((flags & BEGINS_LATER) != 0))
-            prefix_lse = gl.load(prefix_lse_ptr + out_line, mask=has_prefix, other=float("-inf"))
-            higher = gl.maximum(lse, prefix_lse)
-            own_weight, prefix_weight = gl.exp2(lse - higher), gl.exp2(prefix_lse - higher)
-            both = own_weight + prefix_weight
-            factor, prefix_factor, lse = factor * (own_weight / both), prefix_weight / both, higher + gl.log2(both)
+        is_query = query < num_queries
+        if num_sharers_ptr is not None:
+            is_query = query < gl.load(num_sharers_ptr + row) * (num_tokens * group_size)
+        line = row.to(gl.int64) * (num_tokens * num_heads) + part * group_size + query
         partial = ((part * num_shares + share) * 2 + begins_here.to(gl.int32)) * num_queries + query
-        for piece in gl.static_range(1, num_pieces):
-            result = sums[piece - 1] * factor[None, :]
-            offsets = out_line[None, :] * latent_size + ((piece - 1) * size + dim)[:, None]
+        has_prefix = is_query & (begins_here & ((flags & BEGINS_LATER) != 0))  # which counts once, in the first share
+        if half == 0:
+            lse = maximum + gl.log2(total)
+            factor = 1 / total
+            prefix_factor = factor
             if prefix_out_ptr is not None:
-                prefix = gl.load(prefix_out_ptr + offsets, mask=has_prefix[None, :], other=0.0)
-                result += prefix * prefix_factor[None, :]
+                prefix_lse = gl.load(prefix_lse_ptr + line, mask=has_prefix, other=float("-inf"))
+                higher = gl.maximum(lse, prefix_lse)
+                own_weight, prefix_weight = gl.exp2(lse - higher), gl.exp2(prefix_lse - higher)
+                both = own_weight + prefix_weight
+                factor, prefix_factor, lse = factor * (own_weight / both), prefix_weight / both, higher + gl.log2(both)
+            mbarrier.wait(w_empty, w_phase ^ 1)
+            factors.index(0).store(factor)
+            factors.index(1).store(prefix_factor)
+            thread_barrier()
+            mbarrier.arrive(w_full, count=1)
             if is_whole:
-                gl.store(out_ptr + offsets, result.to(dtype), mask=is_query[None, :])
+                if out_lse_ptr is not None:
+                    gl.store(out_lse_ptr + line, lse, mask=is_query)
             else:
-                partial_offsets = partial[None, :] * latent_size + ((piece - 1) * size + dim)[:, None]
-                gl.store(partials_ptr + partial_offsets, result, mask=is_query[None, :])
-        if not is_whole:
-            gl.store(lse_ptr + partial, lse, mask=is_query)
+                gl.store(lse_ptr + partial, lse, mask=is_query)
+        else:
+            mbarrier.wait(w_full, w_phase)
+            factor, prefix_factor = factors.index(0).load(of_lines), factors.index(1).load(of_lines)
+            thread_barrier()
+            mbarrier.arrive(w_empty, count=1)
+        w_phase ^= 1
+        for index in gl.static_range(num_pieces):
+            result = sums[index] * factor[:, None]
+            offsets = line[:, None] * latent_size + (dim + index * size)[None, :]
+            if prefix_out_ptr is not None:
+                of_prefix = gl.load(prefix_out_ptr + offsets, mask=has_prefix[:, None], other=0.0)
+                result += of_prefix * prefix_factor[:, None]
+            if is_whole:
+                gl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+            else:
+                partial_offsets = partial[:, None] * latent_size + (dim + index * size)[None, :]
+                gl.store(partials_ptr + partial_offsets, result, mask=is_query[:, None])
         tile = end
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_shares"])
 def _hopper_latent_decode_kernel(
+    rotated_desc,
+    absorbed_desc,
     vectors_desc,
-    absorbed_ptr,
-    rotated_ptr,
     tiles_ptr,
     row_starts_ptr,
+    num_sharers_ptr,  # for this and the next ones, see `_latent_decode_kernel`
     prefix_out_ptr,
     prefix_lse_ptr,
     out_ptr,
-    partials_ptr,  # (num_parts, num_shares, 2, num_queries, latent_size) float32
+    out_lse_ptr,
+    partials_ptr,
     lse_ptr,
-    scale_log2,  # scale * log2(e): the softmax is computed in powers of two
-    rotated_token_stride,
-    rotated_head_stride,
+    scale_log2,
     num_rows,
     num_shares,
-    num_parts: gl.constexpr,  # of the heads
-    group_size: gl.constexpr,  # heads of a part
-    num_tokens: gl.constexpr,  # query tokens of a row
-    num_queries: gl.constexpr,  # of a row and a part of its heads
-    num_pieces: gl.constexpr,  # of a vector
-    QUERIES: gl.constexpr,  # num_queries, padded
+    num_parts: gl.constexpr,
+    group_size: gl.constexpr,
+    num_tokens: gl.constexpr,
+    num_queries: gl.constexpr,
+    LINES: gl.constexpr,  # of a tile of queries
     TILE: gl.constexpr,
     PIECE: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ATTENDING_REGISTERS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     dtype: gl.constexpr = vectors_desc.dtype
     swizzled: gl.constexpr = vectors_desc.layout
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    queries = gl.allocate_shared_memory(dtype, [num_pieces, QUERIES, PIECE], swizzled)
-    weights = gl.allocate_shared_memory(dtype, [TILE, QUERIES], gl.NVMMASharedLayout(2 * QUERIES, 16, rank=2))
-    ring = gl.allocate_shared_memory(dtype, [BUFFERS, TILE, PIECE], swizzled)
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barriers)
-    for buffer in gl.static_range(BUFFERS):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=1)
+    queries = gl.allocate_shared_memory(dtype, [PIECES, LINES, PIECE], swizzled)
+    ring = gl.allocate_shared_memory(dtype, [STAGES * PIECES, TILE, PIECE], swizzled)
+    weights = gl.allocate_shared_memory(dtype, [LINES, TILE], swizzled)
+    factors = gl.allocate_shared_memory(gl.float32, [2, LINES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    w_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    w_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], barriers)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
+    mbarrier.init(w_full, count=1)
+    mbarrier.init(w_empty, count=1)
+    for number in gl.static_range(2 * STAGES):
+        mbarrier.init(full.index(number), count=1)
+        mbarrier.init(empty.index(number), count=1)
     fence_async_shared()
     # The plan was made before the first layer, so it is there before the previous kernel is done.
     num_tiles = gl.load(row_starts_ptr + num_rows)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    descriptors = (rotated_desc, absorbed_desc, vectors_desc)
+    plan = (tiles_ptr, row_starts_ptr, num_sharers_ptr)
+    prefix = (prefix_out_ptr, prefix_lse_ptr)
+    results = (out_ptr, out_lse_ptr, partials_ptr, lse_ptr)
+    q_barriers = (q_full, q_empty)
+    w_barriers = (w_full, w_empty)
     # The constants are named in the call itself: a variable would make numbers of a step of them.
     gl.warp_specialize(
         [
             (_attend, (
-                absorbed_ptr, rotated_ptr, tiles_ptr, row_starts_ptr, prefix_out_ptr, prefix_lse_ptr, out_ptr,
-                partials_ptr, lse_ptr, scale_log2, rotated_token_stride, rotated_head_stride, num_tiles, num_shares,
-                queries, weights, ring, full, empty, num_parts, group_size, num_tokens, num_queries, num_pieces,
+                gl.constexpr(0), plan, prefix, results, scale_log2, num_tiles, num_shares, queries, ring, weights,
+                factors, q_barriers, w_barriers, full, empty, num_parts, group_size, num_tokens, num_queries, STAGES,
             )),
-            (_fetch, (vectors_desc, tiles_ptr, num_tiles, num_shares, ring, full, empty, num_pieces)),
+            (_attend, (
+                gl.constexpr(1), plan, prefix, results, scale_log2, num_tiles, num_shares, queries, ring, weights,
+                factors, q_barriers, w_barriers, full, empty, num_parts, group_size, num_tokens, num_queries, STAGES,
+            )),
+            (_fetch, (
+                descriptors, tiles_ptr, num_tiles, num_shares, queries, ring, q_barriers, full, empty,
+                num_tokens * num_parts * group_size, group_size, STAGES,
+            )),
         ],
-        [1],
-        [LOADING_REGISTERS],
+        [4, 1],
+        [ATTENDING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
 
 
-def num_buffers(num_queries, vector_size):
-    """Return how many pieces fit into shared memory beside the queries, padded, and their weights of a tile."""
-    return (SHARED_MEMORY - num_queries * (vector_size + TILE) * 2) // (TILE * PIECE * 2)
+def attend(absorbed, rotated, cache, plan, scale, num_sharers, prefix, out, out_lse, partials, lse, shapes):
+    """Attend as `_launch_decode` of `triton.py` says; the cache is one that `serves` takes.
 
-
-def launch_decode(absorbed, rotated, cache, plan, scale, out, prefix, partials, lse, shapes, queries, overlap):
-    """Attend from rows. For the arguments see `_launch_decode` of `triton.py`; what must hold, `serves` says.
-
-    partials, lse: (num_parts, num_shares, 2, num_queries[, latent_size]) float32. shapes: constants of the kernel.
-    queries: num_queries, padded. overlap: from `overlap_options`.
+    partials: (num_parts, num_shares, 2, num_queries, latent_size) float32; lse: the same without the last. shapes:
+    group_size, num_tokens and num_queries, constants of the kernel.
     """
-    vector_size = cache.k.shape[3]
-    num_parts, num_shares = partials.shape[:2]
-    lines = [[cache.k.numel() // vector_size, vector_size], [vector_size, 1], [TILE, PIECE], SWIZZLED]
+    _, num_heads, latent_size = absorbed.shape
+    vector_size, (num_parts, num_shares) = cache.k.shape[3], partials.shape[:2]
+    if rotated.stride(0) != num_heads * rotated.stride(1):  # lines of all tokens are equally far from each other
+        rotated = rotated.contiguous()
+    num_lines, lines = len(absorbed) * num_heads, max(MIN_QUERIES, next_power_of_2(shapes["num_queries"]))
+    block, num_slots = [lines, PIECE], cache.k.numel() // vector_size
     _hopper_latent_decode_kernel[(num_parts, num_shares)](
-        TensorDescriptor(cache.k, *lines),
-        absorbed,
-        rotated,
+        TensorDescriptor(rotated, [num_lines, PIECE], [rotated.stride(1), 1], block, SWIZZLED),
+        TensorDescriptor(absorbed, [num_lines, latent_size], [latent_size, 1], block, SWIZZLED),
+        TensorDescriptor(cache.k, [num_slots, vector_size], [vector_size, 1], [TILE, PIECE], SWIZZLED),
         plan.tiles,
         plan.row_starts,
+        num_sharers,
         *(prefix or (None, None)),
         out,
+        out_lse,
         partials,
         lse,
         scale * math.log2(math.e),
-        rotated.stride(0),
-        rotated.stride(1),
         len(plan.row_starts) - 1,
         num_shares,
         **shapes,
         num_parts=num_parts,
-        num_pieces=vector_size // PIECE,
-        QUERIES=queries,
+        LINES=MAX_QUERIES,
         TILE=TILE,
         PIECE=PIECE,
-        BUFFERS=num_buffers(queries, vector_size),
+        STAGES=STAGES,
+        ATTENDING_REGISTERS=ATTENDING_REGISTERS,
         LOADING_REGISTERS=LOADING_REGISTERS,
         num_warps=4,
-        maxnreg=REGISTERS,
-        **overlap,
+        maxnreg=MAX_REGISTERS,
+        **overlap_options(absorbed.device),
     )
 
 
-def serves(num_queries: int, latent_size: int, rotary_size: int, tile_size: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes tiles of so many queries, and a cache of vectors like these."""
-    fits = num_queries <= MAX_QUERIES and tile_size == TILE and latent_size % PIECE == 0 and rotary_size == PIECE
-    return fits and dtype in (torch.bfloat16, torch.float16)
+def serves(cache: LayerCache) -> bool:
+    """Whether the kernel takes such a cache of vectors."""
+    sizes = cache.v.shape[3], cache.k.shape[3]
+    has_sizes = sizes == (LATENT_PIECES * PIECE, (LATENT_PIECES + 1) * PIECE)
+    return has_sizes and cache.block_size % TILE == 0 and cache.k.dtype in (torch.bfloat16, torch.float16)

@@ -530,13 +530,24 @@ def shared_latent_attention(absorbed, rotated, cache, plan, num_sharers, scale):
     return PrefixResult(out, lse)
 
 
-def heads_of_part(num_heads, num_tokens):
+def heads_of_part(num_heads, num_tokens, cache):
     """Return how many of a row's heads share a tile of queries: a divisor of all.
 
-    Larger tiles leave no shared memory for a pipeline, so vectors are rather read again, from the L2 cache.
+    Larger tiles leave Triton's kernel no shared memory for a pipeline, so vectors are rather read again, from the L2
+    cache.
     """
-    most = max(1, SMALL_TILE // num_tokens)
+    most = MAX_QUERIES if _is_for_hopper(num_heads, num_tokens, cache) else SMALL_TILE
+    most = max(1, most // num_tokens)
     return next(count for count in range(min(num_heads, most), 0, -1) if num_heads % count == 0)
+
+
+def _is_for_hopper(num_heads, num_tokens, cache):
+    """Return whether the kernel for Hopper GPUs serves, whose queries of a tile lie one after the other."""
+    if not has_hopper_kernels(cache.k.device) or (num_tokens > 1 and num_heads * num_tokens > MAX_QUERIES):
+        return False
+    from nanoinfer.ops.latent_attention import hopper
+
+    return hopper.serves(cache)
 
 
 def max_latent_sharers(num_heads, num_tokens, device):
@@ -570,10 +581,17 @@ def decode_shape(num_queries, device):
     return next(shape for most, shape in shapes.items() if num_queries <= most)
 
 
-def tile_tokens(num_heads, num_tokens, device, block_size, of_prefixes=False):
+def tile_tokens(num_heads, num_tokens, cache, of_prefixes=False):
     """Return how many vectors a tile of decode has, of rows of so many tokens or of shared prefixes."""
-    num_queries = _queries_of_prefix(device) if of_prefixes else heads_of_part(num_heads, num_tokens) * num_tokens
-    return math.gcd(block_size, decode_shape(num_queries, device).tile)
+    device = cache.k.device
+    if _is_for_hopper(num_heads, num_tokens, cache):
+        from nanoinfer.ops.latent_attention import hopper
+
+        return hopper.TILE
+    num_queries = (
+        _queries_of_prefix(device) if of_prefixes else heads_of_part(num_heads, num_tokens, cache) * num_tokens
+    )
+    return math.gcd(cache.block_size, decode_shape(num_queries, device).tile)
 
 
 def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, num_sharers=None, prefix=None):
@@ -581,61 +599,55 @@ def _launch_decode(absorbed, rotated, cache, plan, scale, out, *, out_lse=None, 
     _, num_heads, latent_size = absorbed.shape
     tiles, row_starts, tile_size = plan
     num_rows, rotary_size = len(row_starts) - 1, rotated.shape[2]
-    num_tokens = len(absorbed) // num_rows
+    num_tokens, device = len(absorbed) // num_rows, absorbed.device
     assert absorbed.is_contiguous(), f"absorbed queries must be contiguous, strides {absorbed.stride()}"
     assert rotated.stride(2) == 1, f"rotated queries must be contiguous, strides {rotated.stride()}"
     assert cache.k.is_contiguous(), "the vectors of the cache must be contiguous"
     assert cache.block_size % tile_size == 0, f"tiles of {tile_size} tokens do not lie in blocks of {cache.block_size}"
-    group_size = heads_of_part(num_heads, num_tokens) if num_sharers is None else num_heads
+    group_size = heads_of_part(num_heads, num_tokens, cache) if num_sharers is None else num_heads
     num_parts = num_heads // group_size
-    num_queries = group_size * num_tokens if num_sharers is None else _queries_of_prefix(absorbed.device)
-    queries = max(MIN_QUERIES, next_power_of_2(num_queries))
-    shape = decode_shape(num_queries, absorbed.device)
-    num_shares = max(1, num_multiprocessors(absorbed.device) * shape.programs // num_parts)
+    num_queries = group_size * num_tokens if num_sharers is None else _queries_of_prefix(device)
+    shape = decode_shape(num_queries, device)
+    num_shares = max(1, num_multiprocessors(device) * shape.programs // num_parts)
     shapes = {"group_size": group_size, "num_tokens": num_tokens, "num_queries": num_queries}
     partials = out.new_empty((num_parts, num_shares, 2, num_queries, latent_size), dtype=torch.float32)
     lse = partials.new_empty(partials.shape[:-1])
-    of_parts = {**shapes, "num_kv_heads": num_parts, "head_dim": latent_size, "HEAD_DIM": next_power_of_2(latent_size)}
-    if num_sharers is None and has_hopper_kernels(absorbed.device):
+    if _is_for_hopper(num_heads, num_tokens, cache):
         from nanoinfer.ops.latent_attention import hopper
 
-        if hopper.serves(num_queries, latent_size, rotary_size, tile_size, absorbed.dtype):
-            overlap = overlap_options(absorbed.device)
-            hopper.launch_decode(
-                absorbed, rotated, cache, plan, scale, out, prefix, partials, lse, shapes, queries, overlap
-            )
-            combine(plan, None, partials, lse, out, None, of_parts)
-            return
-    _latent_decode_kernel[(num_parts, num_shares)](
-        absorbed,
-        rotated,
-        cache.k,
-        tiles,
-        row_starts,
-        num_sharers,
-        *(prefix or (None, None)),
-        out,
-        out_lse,
-        partials,
-        lse,
-        scale * math.log2(math.e),
-        rotated.stride(0),
-        rotated.stride(1),
-        num_rows,
-        num_shares,
-        **shapes,
-        num_parts=num_parts,
-        latent_size=latent_size,
-        rotary_size=rotary_size,
-        WIDTH=max(MIN_DEPTH, next_power_of_2(latent_size) // shape.slices),
-        SLICES=shape.slices,
-        ROTARY=max(MIN_DEPTH, next_power_of_2(rotary_size)),
-        QUERIES=queries,
-        TILE=tile_size,
-        STAGES=shape.num_stages,
-        num_warps=shape.num_warps,
-        **overlap_options(absorbed.device),
-    )
+        hopper.attend(absorbed, rotated, cache, plan, scale, num_sharers, prefix, out, out_lse, partials, lse, shapes)
+    else:
+        _latent_decode_kernel[(num_parts, num_shares)](
+            absorbed,
+            rotated,
+            cache.k,
+            tiles,
+            row_starts,
+            num_sharers,
+            *(prefix or (None, None)),
+            out,
+            out_lse,
+            partials,
+            lse,
+            scale * math.log2(math.e),
+            rotated.stride(0),
+            rotated.stride(1),
+            num_rows,
+            num_shares,
+            **shapes,
+            num_parts=num_parts,
+            latent_size=latent_size,
+            rotary_size=rotary_size,
+            WIDTH=max(MIN_DEPTH, next_power_of_2(latent_size) // shape.slices),
+            SLICES=shape.slices,
+            ROTARY=max(MIN_DEPTH, next_power_of_2(rotary_size)),
+            QUERIES=max(MIN_QUERIES, next_power_of_2(num_queries)),
+            TILE=tile_size,
+            STAGES=shape.num_stages,
+            num_warps=shape.num_warps,
+            **overlap_options(device),
+        )
+    of_parts = {**shapes, "num_kv_heads": num_parts, "head_dim": latent_size, "HEAD_DIM": next_power_of_2(latent_size)}
     combine(plan, num_sharers, partials, lse, out, out_lse, of_parts)
 
 
