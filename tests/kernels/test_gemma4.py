@@ -50,12 +50,14 @@ def stored(store: Any, parts: str, dtype: torch.dtype, cache_dtype: torch.dtype,
     return [*(result for result in results if result is not None), *tensors]
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(("num_splits", "tokens_at_once"), [(1, 1), (2, 1), (1, 4)])
 @pytest.mark.parametrize("cache_dtype", [None, INT8, FP8])
 @pytest.mark.parametrize("parts", ["q", "qk", "qkv"])
 def test_queries_keys_and_values_are_normalised_and_stored_as_by_the_specification(
-    parts: str, cache_dtype: torch.dtype | None, num_splits: int
+    parts: str, cache_dtype: torch.dtype | None, num_splits: int, tokens_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cache_kernels, "MANY_TOKENS", 5)
+    monkeypatch.setattr(cache_kernels, "TOKENS_AT_ONCE", tokens_at_once)
     dtype = torch.bfloat16 if cache_dtype is None else torch.float32
     options = parts, dtype, cache_dtype or dtype, num_splits
     expected = stored(spec.qkv_norm_rope_store.__wrapped__, *options)

@@ -24,6 +24,8 @@ NUM_WARPS = 4
 TILE = NUM_WARPS * 32 * 4
 STORED_TILE = 1024  # elements of a program that only stores
 WIDENED_TILE = 4096  # elements of a program that widens a cache in 8 bits
+# In steps of so many tokens, a program of `qkv_norm_rope_store` has several: more bytes are on their way at a time.
+MANY_TOKENS, TOKENS_AT_ONCE = 1024, 4
 
 
 @triton.jit
@@ -317,7 +319,7 @@ def widen_blocks(values, scales, block_ids, out):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _qkv_norm_rope_store_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -333,6 +335,7 @@ def _qkv_norm_rope_store_kernel(
     split_stride,
     token_stride,
     eps,
+    num_tokens,
     num_splits: tl.constexpr,  # of split-K: partial sums of qkv to add up, in the place of the first
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
@@ -340,13 +343,16 @@ def _qkv_norm_rope_store_kernel(
     half_dim: tl.constexpr,
     HALF_DIM: tl.constexpr,  # half_dim, rounded up to a power of two
     largest: tl.constexpr,  # the largest value of a format of 8 bits
+    TOKENS: tl.constexpr,  # of a program
     OVERLAP: tl.constexpr,
 ):
-    """Normalise a head of a token; rotate it unless it is a value; store it unless it is a query."""
-    token = tl.program_id(0).to(tl.int64)
+    """Normalise a head of some tokens; rotate it unless it is a value; store it unless it is a query."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    is_token = token < num_tokens
     head = tl.program_id(1)  # queries, then keys, then values
-    dim = tl.arange(0, HALF_DIM)
-    mask = dim < half_dim
+    dim = tl.arange(0, HALF_DIM)[None, :]
+    is_dim = dim < half_dim
+    mask = is_token & is_dim
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -358,11 +364,11 @@ def _qkv_norm_rope_store_kernel(
         x2 += tl.load(first_ptr + split * split_stride + half_dim, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=0) / (2 * half_dim) + eps)
+    scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * half_dim) + eps)[:, None]
     x1, x2 = x1 * scale, x2 * scale
     is_value = head >= num_heads + num_kv_heads
     if k_weight_ptr is not None:
-        slot = tl.load(slot_mapping_ptr + token)  # int64: a large cache has more than 2^31 elements
+        slot = tl.load(slot_mapping_ptr + token, mask=is_token, other=-1)  # int64: a cache may be that large
         block, offset = slot // block_size, slot % block_size
         if v_ptr is not None and head >= num_heads:
             line = (block * num_kv_heads + head - num_heads) * block_size + offset
@@ -374,9 +380,10 @@ def _qkv_norm_rope_store_kernel(
         weight_ptr = q_weight_ptr
         if k_weight_ptr is not None:
             weight_ptr = k_weight_ptr if head >= num_heads else q_weight_ptr
-        weight1 = tl.load(weight_ptr + dim, mask=mask, other=0.0).to(tl.float32)
-        weight2 = tl.load(weight_ptr + half_dim + dim, mask=mask, other=0.0).to(tl.float32)
-        cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * half_dim) + dim
+        weight1 = tl.load(weight_ptr + dim, mask=is_dim, other=0.0).to(tl.float32)
+        weight2 = tl.load(weight_ptr + half_dim + dim, mask=is_dim, other=0.0).to(tl.float32)
+        position = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.int64)
+        cos_ptr = cos_sin_ptr + position * (2 * half_dim) + dim
         cos = tl.load(cos_ptr, mask=mask, other=1.0)
         sin = tl.load(cos_ptr + half_dim, mask=mask, other=0.0)
         x1, x2 = (x1 * weight1).to(dtype).to(tl.float32), (x2 * weight2).to(dtype).to(tl.float32)
@@ -406,19 +413,18 @@ def _store_head(
     largest: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Write the two halves of a vector to its line of the cache, unless the token has no slot."""
+    """Write the two halves of vectors to their lines of the cache, unless a token has no slot."""
     x1, x2 = x1.to(dtype), x2.to(dtype)
-    if slot >= 0:
-        target = cache_ptr + line * (2 * half_dim) + dim
-        if scales_ptr is not None:
-            largest_here = tl.max(tl.maximum(_magnitude(x1), _magnitude(x2)), axis=0)
-            scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
-            tl.store(scales_ptr + line, scale)
-            tl.store(target, _rounded(x1, scale, largest, cache_ptr.dtype.element_ty), mask=mask)
-            tl.store(target + half_dim, _rounded(x2, scale, largest, cache_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(target, x1, mask=mask)
-            tl.store(target + half_dim, x2, mask=mask)
+    has_slot = slot >= 0
+    target = cache_ptr + line * (2 * half_dim) + dim
+    if scales_ptr is not None:
+        largest_here = tl.max(tl.maximum(_magnitude(x1), _magnitude(x2)), axis=1)[:, None]
+        scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
+        tl.store(scales_ptr + line, scale, mask=has_slot)
+        x1 = _rounded(x1, scale, largest, cache_ptr.dtype.element_ty)
+        x2 = _rounded(x2, scale, largest, cache_ptr.dtype.element_ty)
+    tl.store(target, x1, mask=mask & has_slot)
+    tl.store(target + half_dim, x2, mask=mask & has_slot)
 
 
 def qkv_norm_rope_store(qkv, num_heads, q_weight, k_weight, eps, positions, cos_sin_cache, cache, slot_mapping):
@@ -441,7 +447,8 @@ def qkv_norm_rope_store(qkv, num_heads, q_weight, k_weight, eps, positions, cos_
         return q, k, v
     stored = (None,) * 4 if k_weight is None else (cache.k, cache.v, cache.k_scales, cache.v_scales)
     padded_half_dim = next_power_of_2(head_dim // 2)
-    _qkv_norm_rope_store_kernel[(num_tokens, num_all_heads)](
+    tokens_at_once = TOKENS_AT_ONCE if num_tokens >= MANY_TOKENS else 1
+    _qkv_norm_rope_store_kernel[(ceil_div(num_tokens, tokens_at_once), num_all_heads)](
         qkv,
         q_weight,
         k_weight,
@@ -453,6 +460,7 @@ def qkv_norm_rope_store(qkv, num_heads, q_weight, k_weight, eps, positions, cos_
         split_stride,
         qkv.stride(0),
         eps,
+        num_tokens,
         num_splits=num_splits,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -460,7 +468,8 @@ def qkv_norm_rope_store(qkv, num_heads, q_weight, k_weight, eps, positions, cos_
         half_dim=head_dim // 2,
         HALF_DIM=padded_half_dim,
         largest=LARGEST.get(cache.k.dtype),
-        num_warps=1 if padded_half_dim <= 128 else 2,
+        TOKENS=tokens_at_once,
+        num_warps=tokens_at_once * (1 if padded_half_dim <= 128 else 2),
         **overlap_options(qkv.device),
     )
     return q, k, v
