@@ -4,8 +4,8 @@ It computes what `_latent_decode_kernel` of `triton.py` does, from the same tile
 warps of a program have parts of their own (FlashMLA, DeepSeek 2025).
 
 - One warp fetches queries and tiles, in pieces of 64 lines of 128 bytes: in bulk, by copies of their own (TMA).
-- Four warps multiply queries by keys, and make weights of the scores. They keep those in registers and leave a copy in
-  shared memory, for four others. Each four add up half of the latents.
+- Four warps multiply queries by keys, and leave the weights that they make of the scores in shared memory.
+- Two groups of four warps add up latents by these weights, each half of the latents.
 - Barriers in shared memory say when a buffer is full and when it may be filled again.
 
 A tile of queries has 64 lines, as the tensor cores take so many. Those beyond `num_queries` hold whatever lies there,
@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile, thread_barrier
+from nanoinfer.ops.common.hopper import SWIZZLED, load_tile, thread_barrier
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.decode_attention.triton import (
     BEGINS_LATER,
@@ -46,7 +46,8 @@ TILE = 64  # vectors
 PIECE = 64  # numbers of a vector: lines of 128 bytes
 LATENT_PIECES = 8  # of a vector's latent, after the piece that is rotated
 STAGES = 2  # tiles that shared memory holds
-ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
+REGISTERS = 128  # of a thread at the start, where 4 groups of 128 threads share 64k; then each group has its own:
+ADDING_REGISTERS, LOADING_REGISTERS = 184, 24  # those that make weights have the rest
 
 ROTATED_AND_FIRST_HALF = gl.constexpr(1 + LATENT_PIECES // 2)  # pieces
 PIECES = gl.constexpr(1 + LATENT_PIECES)
@@ -139,11 +140,25 @@ def _clear(piece, num_valid):
 
 
 @gluon.jit
-def _attend(
-    half: gl.constexpr,
+def _read_row(tiles_ptr, row_starts_ptr, tile, last):
+    """Return what a tile's row is: where it begins and ends among all tiles, and where this share of it ends.
+
+    Before these: its number, its flags, and how many tokens its first query token sees from the tile on.
+    """
+    num_visible = gl.load(tiles_ptr + tile * 4 + 1)
+    row = gl.load(tiles_ptr + tile * 4 + 2)
+    flags = gl.load(tiles_ptr + tile * 4 + 3)
+    row_start = gl.load(row_starts_ptr + row)
+    row_end = gl.load(row_starts_ptr + row + 1)
+    return row, flags, num_visible, row_start, row_end, gl.minimum(row_end, last)
+
+
+@gluon.jit
+def _weigh(
     plan,
-    prefix,
-    results,
+    prefix_lse_ptr,
+    out_lse_ptr,
+    lse_ptr,
     scale_log2,
     num_tiles,
     num_shares,
@@ -154,6 +169,116 @@ def _attend(
     q_barriers,
     w_barriers,
     full,
+    num_parts: gl.constexpr,
+    group_size: gl.constexpr,
+    num_tokens: gl.constexpr,
+    num_queries: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Make weights of the tiles of this share, and by which factor sums decay before a tile's; row by row.
+
+    At the end of a row comes by which factors its sums, and the result of its prefix, are multiplied.
+    """
+    tiles_ptr, row_starts_ptr, num_sharers_ptr = plan
+    q_full, q_empty = q_barriers
+    w_full, w_empty = w_barriers
+    num_lines: gl.constexpr = weights.shape[0]
+    tile_size: gl.constexpr = weights.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_size, 16])
+    of_lines: gl.constexpr = gl.SliceLayout(1, layout)
+    query = gl.arange(0, num_lines, of_lines)
+    vector = gl.arange(0, tile_size, gl.SliceLayout(0, layout))
+    part, share = gl.program_id(0), gl.program_id(1)
+    first, last = _share_of(num_tiles, num_shares)
+    q_phase = 0
+    w_phase = 1  # the phase before the first counts as complete
+    tile = first
+    while tile < last:  # a row, or what the share has of it
+        row, flags, num_visible, row_start, row_end, end = _read_row(tiles_ptr, row_starts_ptr, tile, last)
+        num_later = (flags >> LATER_SHIFT) & LATER_MASK
+        maximum = gl.full([num_lines], float("-inf"), gl.float32, of_lines)
+        total = gl.zeros([num_lines], gl.float32, of_lines)
+        mbarrier.wait(q_full, q_phase)
+        q_phase ^= 1
+        for current in range(tile, end):
+            stage = (current - first) % STAGES
+            phase = ((current - first) // STAGES) & 1
+            pieces = stage * PIECES
+            scores = gl.zeros([num_lines, tile_size], gl.float32, layout)
+            mbarrier.wait(full.index(2 * stage), phase)
+            for piece in gl.static_range(ROTATED_AND_FIRST_HALF):
+                keys = ring.index(pieces + piece).permute((1, 0))
+                scores = warpgroup_mma(queries.index(piece), keys, scores, use_acc=piece > 0, is_async=True)
+            mbarrier.wait(full.index(2 * stage + 1), phase)
+            for piece in gl.static_range(ROTATED_AND_FIRST_HALF, PIECES):
+                keys = ring.index(pieces + piece).permute((1, 0))
+                scores = warpgroup_mma(queries.index(piece), keys, scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            if current == end - 1:
+                mbarrier.arrive(q_empty, count=1)
+            scores *= scale_log2
+            if num_visible < tile_size:  # a row's later tokens see more
+                end_of_query = num_visible + gl.minimum(query // group_size, num_later)
+                scores = gl.where(vector[None, :] < end_of_query[:, None], scores, MASKED)
+            new_maximum = gl.maximum(maximum, gl.reduce(scores, 1, _maximum))
+            decay = gl.exp2(maximum - new_maximum)
+            weight = gl.exp2(scores - new_maximum[:, None])
+            total = total * decay + gl.reduce(weight, 1, _sum)
+            maximum = new_maximum
+            mbarrier.wait(w_empty, w_phase)
+            w_phase ^= 1
+            weights.store(weight.to(weights.dtype))
+            factors.index(0).store(decay)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(w_full, count=1)
+            num_visible -= tile_size
+
+        begins_here = row_start >= first
+        is_query = query < num_queries
+        if num_sharers_ptr is not None:
+            is_query = query < gl.load(num_sharers_ptr + row) * (num_tokens * group_size)
+        line = (row.to(gl.int64) * num_tokens * num_parts + part) * group_size + query
+        lse = maximum + gl.log2(total)
+        factor = 1 / total
+        prefix_factor = factor
+        if prefix_lse_ptr is not None:
+            # A prefix counts once, in the row's first share.
+            has_prefix = is_query & (begins_here & ((flags & BEGINS_LATER) != 0))
+            prefix_lse = gl.load(prefix_lse_ptr + line, mask=has_prefix, other=float("-inf"))
+            higher = gl.maximum(lse, prefix_lse)
+            own_weight, prefix_weight = gl.exp2(lse - higher), gl.exp2(prefix_lse - higher)
+            both = own_weight + prefix_weight
+            factor, prefix_factor, lse = factor * (own_weight / both), prefix_weight / both, higher + gl.log2(both)
+        mbarrier.wait(w_empty, w_phase)
+        w_phase ^= 1
+        factors.index(0).store(factor)
+        factors.index(1).store(prefix_factor)
+        thread_barrier()
+        mbarrier.arrive(w_full, count=1)
+        if begins_here & (end == row_end):
+            if out_lse_ptr is not None:
+                gl.store(out_lse_ptr + line, lse, mask=is_query)
+        else:
+            partial = ((part * num_shares + share) * 2 + begins_here.to(gl.int32)) * num_queries + query
+            gl.store(lse_ptr + partial, lse, mask=is_query)
+        tile = end
+
+
+@gluon.jit
+def _add_up(
+    half: gl.constexpr,
+    plan,
+    prefix_out_ptr,
+    out_ptr,
+    partials_ptr,
+    num_tiles,
+    num_shares,
+    ring,
+    weights,
+    factors,
+    w_barriers,
+    full,
     empty,
     num_parts: gl.constexpr,
     group_size: gl.constexpr,
@@ -161,146 +286,71 @@ def _attend(
     num_queries: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Add up half of the latents for the tiles of this share, row by row. The first half makes the weights of both."""
+    """Add up half of the latents of the tiles of this share by their weights, row by row."""
     tiles_ptr, row_starts_ptr, num_sharers_ptr = plan
-    prefix_out_ptr, prefix_lse_ptr = prefix
-    out_ptr, out_lse_ptr, partials_ptr, lse_ptr = results
-    q_full, q_empty = q_barriers
     w_full, w_empty = w_barriers
-    dtype: gl.constexpr = ring.dtype
-    tile_size: gl.constexpr = ring.shape[1]
+    num_lines: gl.constexpr = weights.shape[0]
+    tile_size: gl.constexpr = weights.shape[1]
     size: gl.constexpr = ring.shape[2]  # of a piece
-    num_lines: gl.constexpr = queries.shape[1]
-    num_heads: gl.constexpr = num_parts * group_size
     num_pieces: gl.constexpr = PIECES // 2  # of this half's latents
-    latent_size: gl.constexpr = 2 * num_pieces * size
     first_piece: gl.constexpr = 1 + half * num_pieces
-    # Scores, (num_lines, tile_size), and the sums of a piece, (num_lines, size), lie alike in registers.
+    latent_size: gl.constexpr = 2 * num_pieces * size
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, size, 16])
     of_lines: gl.constexpr = gl.SliceLayout(1, layout)
-    zeros = gl.zeros([num_lines, size], gl.float32, layout)
     query = gl.arange(0, num_lines, of_lines)
-    vector = gl.arange(0, tile_size, gl.SliceLayout(0, layout))
     dim = half * (num_pieces * size) + gl.arange(0, size, gl.SliceLayout(0, layout))
     part, share = gl.program_id(0), gl.program_id(1)
     first, last = _share_of(num_tiles, num_shares)
-
-    q_phase = 0
     w_phase = 0
     tile = first
     while tile < last:  # a row, or what the share has of it
-        num_visible = gl.load(tiles_ptr + tile * 4 + 1)  # to the row's first query token; later ones see more
-        row = gl.load(tiles_ptr + tile * 4 + 2)
-        flags = gl.load(tiles_ptr + tile * 4 + 3)
-        row_start = gl.load(row_starts_ptr + row)
-        row_end = gl.load(row_starts_ptr + row + 1)
-        end = gl.minimum(row_end, last)
-        num_later = (flags >> LATER_SHIFT) & LATER_MASK
-        maximum = gl.full([num_lines], float("-inf"), gl.float32, of_lines)
-        total = gl.zeros([num_lines], gl.float32, of_lines)
+        row, flags, num_visible, row_start, row_end, end = _read_row(tiles_ptr, row_starts_ptr, tile, last)
+        num_valid = num_visible + ((flags >> LATER_SHIFT) & LATER_MASK)
         sums = ()
         for _ in gl.static_range(num_pieces):
-            sums += (zeros,)  # type: ignore[assignment]
-        if half == 0:
-            mbarrier.wait(q_full, q_phase)
-            q_phase ^= 1
+            sums += (gl.zeros([num_lines, size], gl.float32, layout),)  # type: ignore[assignment]
         for current in range(tile, end):
             stage = (current - first) % STAGES
-            phase = ((current - first) // STAGES) & 1
-            pieces = stage * PIECES
-            if half == 0:
-                mbarrier.wait(full.index(2 * stage), phase)
-                scores = zeros
-                for piece in gl.static_range(ROTATED_AND_FIRST_HALF):
-                    keys = ring.index(pieces + piece).permute((1, 0))
-                    scores = warpgroup_mma(queries.index(piece), keys, scores, use_acc=piece > 0, is_async=True)
-                mbarrier.wait(full.index(2 * stage + 1), phase)
-                for piece in gl.static_range(ROTATED_AND_FIRST_HALF, PIECES):
-                    keys = ring.index(pieces + piece).permute((1, 0))
-                    scores = warpgroup_mma(queries.index(piece), keys, scores, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                if current == end - 1:
-                    mbarrier.arrive(q_empty, count=1)
-                scores *= scale_log2
-                if num_visible < tile_size:
-                    end_of_query = num_visible + gl.minimum(query // group_size, num_later)
-                    scores = gl.where(vector[None, :] < end_of_query[:, None], scores, MASKED)
-                new_maximum = gl.maximum(maximum, gl.reduce(scores, 1, _maximum))
-                decay = gl.exp2(maximum - new_maximum)
-                weight = gl.exp2(scores - new_maximum[:, None])
-                total = total * decay + gl.reduce(weight, 1, _sum)
-                maximum = new_maximum
-                mbarrier.wait(w_empty, w_phase ^ 1)
-                weights.store(weight.to(dtype))
-                factors.index(0).store(decay)
-                fence_async_shared()
-                thread_barrier()
-                mbarrier.arrive(w_full, count=1)
-                of_tile = gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, layout, 2))
-            else:
-                mbarrier.wait(full.index(2 * stage + 1), phase)
-                mbarrier.wait(w_full, w_phase)
-                decay = factors.index(0).load(of_lines)
-                of_tile = weights
+            pieces = stage * PIECES + first_piece
+            mbarrier.wait(full.index(2 * stage + half), ((current - first) // STAGES) & 1)
+            mbarrier.wait(w_full, w_phase)  # scores are made then, and the latents may be cleared
             w_phase ^= 1
-            if num_visible + num_later < tile_size:
-                for piece in gl.static_range(first_piece, first_piece + num_pieces):
-                    _clear(ring.index(pieces + piece), num_visible + num_later)
+            if num_valid < tile_size:
+                for index in gl.static_range(num_pieces):
+                    _clear(ring.index(pieces + index), num_valid)
                 fence_async_shared()
                 thread_barrier()
+            decay = factors.index(0).load(of_lines)
             decayed, added = (), ()
             for index in gl.static_range(num_pieces):  # all before the first product, which would be waited for
                 decayed += (sums[index] * decay[:, None],)  # type: ignore[assignment]
             for index in gl.static_range(num_pieces):
-                latents = ring.index(pieces + first_piece + index)
-                added += (warpgroup_mma(of_tile, latents, decayed[index], is_async=True),)  # type: ignore[assignment]
+                latents = ring.index(pieces + index)
+                added += (warpgroup_mma(weights, latents, decayed[index], is_async=True),)  # type: ignore[assignment]
             sums = warpgroup_mma_wait(0, deps=added)
+            mbarrier.arrive(w_empty, count=1)
             mbarrier.arrive(empty.index(2 * stage + half), count=1)
-            if half == 1:
-                mbarrier.arrive(w_empty, count=1)
-            num_visible -= tile_size
+            num_valid -= tile_size
 
         begins_here = row_start >= first
-        is_whole = begins_here & (end == row_end)
         is_query = query < num_queries
         if num_sharers_ptr is not None:
             is_query = query < gl.load(num_sharers_ptr + row) * (num_tokens * group_size)
-        line = row.to(gl.int64) * (num_tokens * num_heads) + part * group_size + query
+        line = (row.to(gl.int64) * num_tokens * num_parts + part) * group_size + query
         partial = ((part * num_shares + share) * 2 + begins_here.to(gl.int32)) * num_queries + query
-        has_prefix = is_query & (begins_here & ((flags & BEGINS_LATER) != 0))  # which counts once, in the first share
-        if half == 0:
-            lse = maximum + gl.log2(total)
-            factor = 1 / total
-            prefix_factor = factor
-            if prefix_out_ptr is not None:
-                prefix_lse = gl.load(prefix_lse_ptr + line, mask=has_prefix, other=float("-inf"))
-                higher = gl.maximum(lse, prefix_lse)
-                own_weight, prefix_weight = gl.exp2(lse - higher), gl.exp2(prefix_lse - higher)
-                both = own_weight + prefix_weight
-                factor, prefix_factor, lse = factor * (own_weight / both), prefix_weight / both, higher + gl.log2(both)
-            mbarrier.wait(w_empty, w_phase ^ 1)
-            factors.index(0).store(factor)
-            factors.index(1).store(prefix_factor)
-            thread_barrier()
-            mbarrier.arrive(w_full, count=1)
-            if is_whole:
-                if out_lse_ptr is not None:
-                    gl.store(out_lse_ptr + line, lse, mask=is_query)
-            else:
-                gl.store(lse_ptr + partial, lse, mask=is_query)
-        else:
-            mbarrier.wait(w_full, w_phase)
-            factor, prefix_factor = factors.index(0).load(of_lines), factors.index(1).load(of_lines)
-            thread_barrier()
-            mbarrier.arrive(w_empty, count=1)
+        has_prefix = is_query & (begins_here & ((flags & BEGINS_LATER) != 0))
+        mbarrier.wait(w_full, w_phase)
         w_phase ^= 1
+        factor, prefix_factor = factors.index(0).load(of_lines), factors.index(1).load(of_lines)
+        thread_barrier()
+        mbarrier.arrive(w_empty, count=1)
         for index in gl.static_range(num_pieces):
             result = sums[index] * factor[:, None]
             offsets = line[:, None] * latent_size + (dim + index * size)[None, :]
             if prefix_out_ptr is not None:
                 of_prefix = gl.load(prefix_out_ptr + offsets, mask=has_prefix[:, None], other=0.0)
                 result += of_prefix * prefix_factor[:, None]
-            if is_whole:
+            if begins_here & (end == row_end):
                 gl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
             else:
                 partial_offsets = partial[:, None] * latent_size + (dim + index * size)[None, :]
@@ -333,7 +383,7 @@ def _hopper_latent_decode_kernel(
     TILE: gl.constexpr,
     PIECE: gl.constexpr,
     STAGES: gl.constexpr,
-    ATTENDING_REGISTERS: gl.constexpr,
+    ADDING_REGISTERS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -353,7 +403,7 @@ def _hopper_latent_decode_kernel(
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
     mbarrier.init(w_full, count=1)
-    mbarrier.init(w_empty, count=1)
+    mbarrier.init(w_empty, count=2)
     for number in gl.static_range(2 * STAGES):
         mbarrier.init(full.index(number), count=1)
         mbarrier.init(empty.index(number), count=1)
@@ -365,28 +415,29 @@ def _hopper_latent_decode_kernel(
         gdc_launch_dependents()
     descriptors = (rotated_desc, absorbed_desc, vectors_desc)
     plan = (tiles_ptr, row_starts_ptr, num_sharers_ptr)
-    prefix = (prefix_out_ptr, prefix_lse_ptr)
-    results = (out_ptr, out_lse_ptr, partials_ptr, lse_ptr)
-    q_barriers = (q_full, q_empty)
-    w_barriers = (w_full, w_empty)
+    q_barriers, w_barriers = (q_full, q_empty), (w_full, w_empty)
     # The constants are named in the call itself: a variable would make numbers of a step of them.
     gl.warp_specialize(
         [
-            (_attend, (
-                gl.constexpr(0), plan, prefix, results, scale_log2, num_tiles, num_shares, queries, ring, weights,
-                factors, q_barriers, w_barriers, full, empty, num_parts, group_size, num_tokens, num_queries, STAGES,
+            (_weigh, (
+                plan, prefix_lse_ptr, out_lse_ptr, lse_ptr, scale_log2, num_tiles, num_shares, queries, ring, weights,
+                factors, q_barriers, w_barriers, full, num_parts, group_size, num_tokens, num_queries, STAGES,
             )),
-            (_attend, (
-                gl.constexpr(1), plan, prefix, results, scale_log2, num_tiles, num_shares, queries, ring, weights,
-                factors, q_barriers, w_barriers, full, empty, num_parts, group_size, num_tokens, num_queries, STAGES,
+            (_add_up, (
+                gl.constexpr(0), plan, prefix_out_ptr, out_ptr, partials_ptr, num_tiles, num_shares, ring, weights,
+                factors, w_barriers, full, empty, num_parts, group_size, num_tokens, num_queries, STAGES,
+            )),
+            (_add_up, (
+                gl.constexpr(1), plan, prefix_out_ptr, out_ptr, partials_ptr, num_tiles, num_shares, ring, weights,
+                factors, w_barriers, full, empty, num_parts, group_size, num_tokens, num_queries, STAGES,
             )),
             (_fetch, (
                 descriptors, tiles_ptr, num_tiles, num_shares, queries, ring, q_barriers, full, empty,
                 num_tokens * num_parts * group_size, group_size, STAGES,
             )),
         ],
-        [4, 1],
-        [ATTENDING_REGISTERS, LOADING_REGISTERS],
+        [4, 4, 1],
+        [ADDING_REGISTERS, ADDING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
 
 
@@ -423,10 +474,10 @@ def attend(absorbed, rotated, cache, plan, scale, num_sharers, prefix, out, out_
         TILE=TILE,
         PIECE=PIECE,
         STAGES=STAGES,
-        ATTENDING_REGISTERS=ATTENDING_REGISTERS,
+        ADDING_REGISTERS=ADDING_REGISTERS,
         LOADING_REGISTERS=LOADING_REGISTERS,
         num_warps=4,
-        maxnreg=MAX_REGISTERS,
+        maxnreg=REGISTERS,
         **overlap_options(absorbed.device),
     )
 
