@@ -7,6 +7,7 @@ A tile of vectors is read once: all its numbers are keys, and its latents are va
   row are more than a tile of queries holds, the heads are split into parts, and each part reads all vectors. Products
   have vectors first and queries second: Hopper's tensor cores take 64 lines of the first operand at a time, of which
   queries would leave most empty. A program takes the rows of its share one by one, and reads the queries of each once.
+  Hopper GPUs have a kernel of their own in `hopper.py`.
 - Prefill is that of `ops/prefill_attention`. Queries attend to expanded keys and values, which lie as a product left
   them, and to a rotated part that all heads share. Or, absorbed, they attend to cached vectors, and several heads of a
   token share a tile. One kernel computes both.
