@@ -8,8 +8,9 @@ warps of a program have parts of their own (FlashMLA, DeepSeek 2025).
 - Two groups of four warps add up latents by these weights, each half of the latents.
 - Barriers in shared memory say when a buffer is full and when it may be filled again.
 
-A tile of queries has 64 lines, as the tensor cores take so many. Those beyond `num_queries` hold whatever lies there,
-and their results are not written.
+Queries are the first operand, of which the tensor cores take 64 lines: more than there are, but so a score's line lies
+in one warp, and its maximum is found without the others. Lines beyond `num_queries` hold whatever lies there, and their
+results are not written.
 
 Triton's interpreter does not run Gluon: the kernel is compared with its specification on a GPU alone, and a CPU only
 compiles it.
