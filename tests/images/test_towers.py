@@ -1,12 +1,15 @@
 """What sees computes many images at once as each by itself, and reads nothing from the device on the way."""
 
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from nanoinfer.models.images import ImageContent
-from nanoinfer.models.transformers import host_tensors, image_encoder, tower_attention
+from nanoinfer.models.transformers import fast_towers, host_tensors, image_encoder, tower_attention
 from nanoinfer.models.transformers.attention_interface import base_model, name_attention_of_towers, text_part
 from nanoinfer.models.transformers.fast_towers import speed_up_tower
 from nanoinfer.models.transformers.host_tensors import HostTensorsFollow
@@ -24,6 +27,13 @@ from tests.images.seeing_models import ALL, IS_5
 PACKING = ["Qwen3VLForConditionalGeneration"]
 if IS_5:
     PACKING += [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3_5", "GlmOcr", "PaddleOCRVL")]
+JOINED_PASSES = {
+    "Qwen3VLForConditionalGeneration": {"add_layer_norm", "linear_gelu_tanh"},
+    "Qwen3_5ForConditionalGeneration": {"add_layer_norm", "linear_gelu_tanh"},
+    "Qwen2_5_VLForConditionalGeneration": {"add_rms_norm"},
+    "GlmOcrForConditionalGeneration": {"add_rms_norm"},
+    "PaddleOCRVLForConditionalGeneration": {"linear_gelu_tanh"},
+}
 # Those that look for empty tiles, say, or make sizes on the device.
 READING = ("SmolVLM", "Idefics3", "Idefics2", "GraniteDocling", "Aria", "Gemma4", "Gemma4Unified", "Ovis2", "Step3p7")
 NOT_PACKING = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
@@ -66,13 +76,23 @@ def test_other_towers_keep_the_attention_of_transformers(architecture: str) -> N
     assert "nanoinfer_flash" not in {getattr(config, "_attn_implementation", None) for config in configs}
 
 
+def count_and_call(calls: Counter[str], op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    calls[op.__name__] += 1
+    return op(*args, **options)
+
+
 @pytest.mark.parametrize("architecture", PACKING)
 @torch.inference_mode()
-def test_faster_parts_give_what_those_of_transformers_do(architecture: str) -> None:
+def test_faster_parts_give_what_those_of_transformers_do(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = make(architecture), tower_inputs(architecture, [0, 1, 2])
     expected = features(model, inputs)
     assert speed_up_tower(model.model.visual) >= 3  # the rotations of two layers, and the embedding of patches
+    calls = Counter[str]()
+    for op in (fast_towers.add_layer_norm, fast_towers.add_rms_norm, fast_towers.linear_gelu_tanh):
+        monkeypatch.setattr(fast_towers, op.__name__, partial(count_and_call, calls, op))
     torch.testing.assert_close(features(model, inputs), expected)
+    assert {*calls} == JOINED_PASSES[architecture]
+    assert {*calls.values()} == {2}, "of two layers each"
 
 
 @pytest.fixture
@@ -102,7 +122,12 @@ def test_images_are_encoded_without_a_wait_for_the_device(architecture: str, mon
         if part is not text_part(model):
             speed_up_tower(part)
     model.to("meta")
-    monkeypatch.setattr(encoder, "_placed", lambda x: x.to("meta") if x.dtype in (torch.float32, torch.bool) else x)
+
+    def placed(parts: list[torch.Tensor]) -> torch.Tensor:
+        joined = torch.cat(parts)
+        return joined.to("meta") if joined.dtype in (torch.float32, torch.bool) else joined
+
+    monkeypatch.setattr(encoder, "_placed", placed)
     rows = encoder.encode(images)
     assert [one.shape[1] for one in rows] == [len(image.token_ids) for image in images]
     assert {one.device.type for one in rows} == {"meta"}
@@ -146,3 +171,26 @@ def test_a_shape_is_frequent_in_a_layer_after_some_calls_and_rare_ones_are_forgo
     for num_patches in range(1, 2 * MAX_SHAPES):
         count_call(layers[0], torch.zeros(num_patches, 2, 8), few)
     assert len(layers[0].num_calls_by_shape) <= MAX_SHAPES
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, approximate: str, residual: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+        self.act, self.residual = torch.nn.GELU(approximate), residual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.act(self.up(x)))
+        return found + x if self.residual else found
+
+
+def test_only_an_mlp_with_the_tanh_of_gelu_and_nothing_else_is_replaced() -> None:
+    towers = [
+        torch.nn.Sequential(Mlp("tanh")),
+        torch.nn.Sequential(Mlp("none")),
+        torch.nn.Sequential(Mlp("tanh", True)),
+    ]
+    assert [*map(speed_up_tower, towers)] == [1, 0, 0]
+    x = torch.randn(2, 3, 4)
+    [mlp] = towers[0]
+    torch.testing.assert_close(mlp(x), Mlp.forward(mlp, x))
