@@ -210,7 +210,7 @@ class TransformersImageEncoder:
             return
         raise ModelError(f"{self._name} {what}, which is not supported; leave images out")
 
-    def _placed(self, parts: Sequence[Tensor]) -> Tensor:
+    def _placed(self, parts: list[Tensor]) -> Tensor:
         """Return an input of several images where it is read: sizes on the host, all others on the device.
 
         Those are large. They are joined there, so that the host needs no memory for all of them. A copy of memory that
@@ -219,7 +219,7 @@ class TransformersImageEncoder:
         """
         is_of_sizes = not parts[0].is_floating_point() and parts[0].dtype is not torch.bool
         if is_of_sizes or self._uploads is None:
-            return torch.cat([*parts])
+            return torch.cat(parts)
         lens, stream = [len(part) for part in parts], torch.cuda.current_stream(self._model.device)
         with torch.cuda.stream(self._uploads):
             uploaded = parts[0].new_empty(sum(lens), *parts[0].shape[1:], device=self._model.device)
@@ -287,7 +287,7 @@ def _first(size: Any) -> int | None:
     return size[0] if isinstance(size, (list, tuple)) else size
 
 
-def joined(tensors: Sequence[Mapping[str, Tensor]], join: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
+def joined(tensors: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
     """Return the inputs of several images as those of one call. Some images may have inputs that others have not."""
     names = dict.fromkeys(name for one in tensors for name in one)
     return {name: join([one[name] for one in tensors if name in one]) for name in names}
