@@ -27,7 +27,7 @@ from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.images import ImageContent, ImageEncoder, ImageSight, StepImages
 
-MAX_VALUES_AT_ONCE = 5 * 2**22  # inputs of one call to encode: of four pictures of 1,024 x 768 with Qwen3-VL
+MAX_VALUES_AT_ONCE = 9 * 2**22  # inputs of one call to encode: of eight pictures of 1,024 x 768 with Qwen3-VL
 
 logger = logging.getLogger("nanoinfer")
 

@@ -15,11 +15,11 @@ from nanoinfer.models.transformers.fast_towers import speed_up_tower
 from nanoinfer.models.transformers.host_tensors import HostTensorsFollow
 from nanoinfer.models.transformers.image_encoder import TransformersImageEncoder
 from nanoinfer.models.transformers.tower_attention import (
-    CALLS_BEFORE_CUDNN,
     MAX_SHAPES,
+    PATCHES_BEFORE_CUDNN,
     Segments,
     attend_in_segments,
-    count_call,
+    count_patches,
     packs_images,
 )
 from tests.images.seeing_models import ALL, IS_5
@@ -161,16 +161,16 @@ def test_segments_attend_within_themselves(num_kv_heads: int) -> None:
     torch.testing.assert_close(attend_in_segments(q, k, v, segments, 0.3), expected[0].transpose(0, 1))
 
 
-def test_a_shape_is_frequent_in_a_layer_after_some_calls_and_rare_ones_are_forgotten() -> None:
+def test_a_shape_is_frequent_in_a_layer_after_many_patches_and_rare_ones_are_forgotten() -> None:
     layers = torch.nn.Identity(), torch.nn.Identity()
-    few, q = Segments((4, 4), torch.tensor([0, 4, 8])), torch.zeros(8, 2, 8)
-    found = [count_call(layers[0], q, few) for _ in range(CALLS_BEFORE_CUDNN + 1)]
-    assert found == [False] * CALLS_BEFORE_CUDNN + [True]
-    assert not count_call(layers[1], q, few)
-    assert not count_call(layers[0], q, Segments((8,), torch.tensor([0, 8])))
-    for num_patches in range(1, 2 * MAX_SHAPES):
-        count_call(layers[0], torch.zeros(num_patches, 2, 8), few)
-    assert len(layers[0].num_calls_by_shape) <= MAX_SHAPES
+    num_patches = PATCHES_BEFORE_CUDNN // 2
+    half, q = Segments((num_patches,), torch.tensor([0, num_patches])), torch.zeros(1, 2, 8).expand(num_patches, 2, 8)
+    assert [count_patches(layers[0], q, half) for _ in range(3)] == [False, False, True]
+    assert not count_patches(layers[1], q, half)
+    assert not count_patches(layers[0], q, Segments((1, num_patches - 1), torch.tensor([0, 1, num_patches])))
+    for length in range(1, 2 * MAX_SHAPES):
+        count_patches(layers[0], torch.zeros(length, 2, 8), half)
+    assert len(layers[0].num_patches_by_shape) <= MAX_SHAPES
 
 
 class Mlp(torch.nn.Module):

@@ -81,10 +81,11 @@ def _embed_patches(module: nn.Conv2d | nn.Conv3d, original: Callable[[Tensor], T
 
 
 def _rotate(original: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    if q.dim() != 3 or cos.dim() != 2:
+    """Rotate what a layer has just computed, and read nowhere else: in place."""
+    if q.dim() != 3 or cos.dim() != 2 or q.shape != k.shape or q.stride() != k.stride():
         return original(q, k, cos, sin)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    return rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
+    rotate_halves(q, k, cos.contiguous(), sin.contiguous())
+    return q, k
 
 
 def _equals(original: Rotation) -> bool:
@@ -95,7 +96,8 @@ def _equals(original: Rotation) -> bool:
         expected = original(q, k, *angles)
     except (RuntimeError, TypeError, ValueError):  # it takes something else
         return False
-    return all(torch.allclose(rotate_halves(x, *angles), one) for x, one in zip((q, k), expected, strict=True))
+    rotate_halves(q, k, *angles)
+    return all(torch.allclose(one, other) for one, other in zip((q, k), expected, strict=True))
 
 
 def _run_block(block: Any, hidden: Tensor, *args: Any, **options: Any) -> Tensor:

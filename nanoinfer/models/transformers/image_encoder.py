@@ -5,6 +5,7 @@ numbers, rows that are added after the first layers (deepstack). So no class of 
 """
 
 import inspect
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,6 +30,7 @@ from nanoinfer.models.transformers.transformers_config import shortened
 # Arguments of a language model that need no support of ours. None, numbers and texts are always fine.
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
+MAX_POSITIONS = 64  # of prompts, that are kept
 MAX_SIDE = 48  # patches on a side of a large image, where a model limits their number
 NUM_POSITIONS = 3  # of time, height and width
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
@@ -62,6 +64,7 @@ class TransformersImageEncoder:
                 if part is not self._language_model:
                     speed_up_tower(part)
         self._uploads = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._positions: dict[tuple[bytes, str], Tensor] = {}
         self._name = type(model).__name__
         self._model = model
         self._vision = getattr(model.config, "vision_config", None)
@@ -91,10 +94,22 @@ class TransformersImageEncoder:
         parts = rows.split([len(image.token_ids) for image in images], dim=1)
         return [part.clone() for part in parts]
 
-    @torch.inference_mode()
     def positions(self, token_ids: Sequence[int], images: Sequence[ImageContent]) -> Tensor:
-        """Return the positions of time, height and width of a prompt with these images, (3, num_tokens) on the host."""
+        """Return the positions of time, height and width of a prompt with these images, (3, num_tokens) on the host.
+
+        They are kept: one question about many pictures of one size is one prompt here. Nobody writes into them.
+        """
         grids = [{name: x for name, x in one.tensors.items() if not x.is_floating_point()} for one in images]
+        name = array("i", token_ids).tobytes(), str([{name: x.tolist() for name, x in one.items()} for one in grids])
+        if name not in self._positions:
+            if len(self._positions) >= MAX_POSITIONS:
+                self._positions.clear()
+            self._positions[name] = self._count_positions(token_ids, grids)
+        return self._positions[name]
+
+    @torch.inference_mode()
+    def _count_positions(self, token_ids: Sequence[int], grids: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the positions of a prompt. grids: the sizes of each of its images."""
         if (count := getattr(self._base, "get_rope_index", None)) is not None:  # on the host, which waits for nothing
             ids = torch.tensor([[*token_ids]], device="cpu")
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._token_types(ids)}

@@ -22,8 +22,9 @@ TOWER_ATTENTION = "nanoinfer_flash"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CUDNN_LEN = 512  # patches of a segment
-CALLS_BEFORE_CUDNN = 10  # of a layer with one shape
-MAX_SHAPES = 256  # that a layer counts calls of, before it begins anew
+# Of one shape, that a layer attends from before cuDNN prepares for it: then as much time is lost as that takes.
+PATCHES_BEFORE_CUDNN = 2**19
+MAX_SHAPES = 256  # that a layer counts patches of, before it begins anew
 
 
 class Segments(NamedTuple):
@@ -72,19 +73,19 @@ def _suits_cudnn(q: Tensor, segments: Segments) -> bool:
     return is_long and compute_capability(q.device) >= (9, 0)
 
 
-def count_call(layer: nn.Module, q: Tensor, segments: Segments) -> bool:
-    """Count a call of a layer; return whether its shape has come often. cuDNN takes long to prepare for a new one."""
-    num_calls: Counter[tuple[int, ...]] = layer.__dict__.setdefault("num_calls_by_shape", Counter())
-    if len(num_calls) >= MAX_SHAPES:
-        num_calls.clear()
+def count_patches(layer: nn.Module, q: Tensor, segments: Segments) -> bool:
+    """Count the patches of a layer's call; return whether its shape has come often. A new one costs cuDNN long."""
+    num_patches: Counter[tuple[int, ...]] = layer.__dict__.setdefault("num_patches_by_shape", Counter())
+    if len(num_patches) >= MAX_SHAPES:
+        num_patches.clear()
     shape = len(segments.lens), *q.shape
-    num_calls[shape] += 1
-    return num_calls[shape] > CALLS_BEFORE_CUDNN
+    num_patches[shape] += len(q)
+    return num_patches[shape] > PATCHES_BEFORE_CUDNN
 
 
 def _attend_in_batch(q: Tensor, k: Tensor, v: Tensor, num_segments: int, scale: float | None) -> Tensor:
     """Compute attention within segments of one length, by cuDNN where it can."""
-    q, k, v = (x.contiguous().unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(BACKENDS, set_priority=True):
         heads = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
     return heads.transpose(1, 2).flatten(0, 1)
@@ -112,7 +113,7 @@ def _attention(
         return out, None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     segments = _segments(cu_seq_lens_q, q.device)
-    is_frequent = count_call(module, q, segments)
+    is_frequent = count_patches(module, q, segments)
     return attend_in_segments(q, k, v, segments, scaling, is_frequent)[None], None
 
 
