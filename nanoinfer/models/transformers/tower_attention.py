@@ -17,6 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nanoinfer.device import compute_capability, to_device
+from nanoinfer.ops.common.device_properties import has_hopper_kernels
+from nanoinfer.ops.segment_attention.spec import segment_attention
 
 TOWER_ATTENTION = "nanoinfer_flash"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -31,10 +33,23 @@ class Segments(NamedTuple):
     """Says where the patches of each image, or of each window of one, lie.
 
     lens: of all of them. starts: (1 + their number,) int32, on the device: where each begins, and where the last ends.
+    tiles: of the kernel for Hopper GPUs, on the device; None on others.
     """
 
     lens: tuple[int, ...]
     starts: Tensor
+    tiles: Tensor | None = None
+
+    @classmethod
+    def of(cls, starts: Tensor, device: torch.device) -> "Segments":
+        """Return the segments with these bounds on a device. starts: on the host."""
+        lens = tuple(end - start for start, end in pairwise(starts.tolist()))
+        tiles = None
+        if has_hopper_kernels(device):
+            from nanoinfer.ops.segment_attention.hopper import tiles_of
+
+            tiles = to_device(torch.tensor(tiles_of(lens), dtype=torch.int32, device="cpu"), device)
+        return cls(lens, to_device(starts, device) if starts.device != device else starts, tiles)
 
 
 def packs_images(tower: PreTrainedModel) -> bool:
@@ -52,6 +67,11 @@ def attend_in_segments(
     """
     if k.shape[1] < q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if segments.tiles is not None:
+        from nanoinfer.ops.segment_attention import hopper
+
+        if hopper.serves(q, k, v):
+            return hopper.segment_attention(q, k, v, segments.tiles, q.shape[2] ** -0.5 if scale is None else scale)
     fits_flash = q.dtype in FLASH_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256
     if fits_flash and compute_capability(q.device) >= (8, 0):
         from torch.nn.attention.varlen import varlen_attn
@@ -62,9 +82,7 @@ def attend_in_segments(
         heads = varlen_attn(q, k, v, segments.starts, segments.starts, longest, longest, scale=scale)
         assert isinstance(heads, Tensor), "only heads were asked for"
         return heads
-    parts = zip(*(x.transpose(0, 1)[None].split(segments.lens, dim=2) for x in (q, k, v)), strict=True)
-    outputs = [nn.functional.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in parts]
-    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+    return segment_attention(q, k, v, segments.lens, scale)
 
 
 def _suits_cudnn(q: Tensor, segments: Segments) -> bool:
@@ -91,13 +109,6 @@ def _attend_in_batch(q: Tensor, k: Tensor, v: Tensor, num_segments: int, scale: 
     return heads.transpose(1, 2).flatten(0, 1)
 
 
-@lru_cache(maxsize=8)  # by identity: each layer is given the same tensor
-def _segments(starts: Tensor, device: torch.device) -> Segments:
-    bounds = starts.tolist()
-    lens = tuple(end - start for start, end in pairwise(bounds))
-    return Segments(lens, to_device(starts, device) if starts.device != device else starts)
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -116,5 +127,8 @@ def _attention(
     is_frequent = count_patches(module, q, segments)
     return attend_in_segments(q, k, v, segments, scaling, is_frequent)[None], None
 
+
+# By identity: each layer is given the same tensor.
+_segments = lru_cache(maxsize=8)(Segments.of)
 
 AttentionInterface.register(TOWER_ATTENTION, _attention)
