@@ -1,7 +1,8 @@
 """What sees computes many images at once as each by itself, and reads nothing from the device on the way."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,28 @@ def test_images_are_encoded_without_a_wait_for_the_device(architecture: str, mon
     rows = encoder.encode(images)
     assert [one.shape[1] for one in rows] == [len(image.token_ids) for image in images]
     assert {one.device.type for one in rows} == {"meta"}
+
+
+def test_positions_of_equal_prompts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = TransformersImageEncoder(make(PACKING[0]))
+    image, turned = (ImageContent(one.token_ids, one.tensors) for one in map(ALL[PACKING[0]].picture, (0, 1)))
+    assert image.tensors["image_grid_thw"].tolist() != turned.tensors["image_grid_thw"].tolist()
+    prompt = [1, *image.token_ids, 2]
+    monkeypatch.setattr(image_encoder, "MAX_POSITIONS", 2)
+    counted, count = list[int](), encoder._count_positions
+
+    def counting(token_ids: Sequence[int], grids: Sequence[Any]) -> torch.Tensor:
+        counted.append(len(token_ids))
+        return count(token_ids, grids)
+
+    monkeypatch.setattr(encoder, "_count_positions", counting)
+    first = encoder.positions(prompt, [image])
+    pixels = {**image.tensors, "pixel_values": torch.zeros(1)}
+    assert encoder.positions(prompt, [replace(image, tensors=pixels)]) is first
+    assert not torch.equal(encoder.positions(prompt, [turned]), first)
+    assert encoder.positions([*prompt, 2], [image]).shape == (3, len(prompt) + 1)
+    assert counted == [len(prompt), len(prompt), len(prompt) + 1]
+    assert len(encoder._positions) == 1, "two were forgotten before the last one"
 
 
 @pytest.mark.usefixtures("unpinned")
