@@ -30,7 +30,7 @@ from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile, thre
 
 TILE_ROWS = 128  # queries of a tile
 KEYS = 128  # of a tile
-STAGES = 2  # tiles of keys and of values that shared memory holds
+STAGES = 3  # tiles of keys and of values that shared memory holds
 FIRST, REST = 64, 16  # numbers of a head in its two parts
 ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
 HEAD_DIMS = (64, 72, 80)
