@@ -69,7 +69,7 @@ class SampledStep(Protocol):
 
 
 class FailedImages(NamedTuple):
-    """Says why images could not be encoded, by their ids, and why positions of prompts not counted, by their rows."""
+    """Says why images could not be encoded, by their ids, and why positions could not be counted, by prompts' rows."""
 
     images: abc.Mapping[int, str] = {}
     rows: abc.Mapping[int, str] = {}
@@ -148,7 +148,7 @@ class Runner(Protocol):
         """Forget images that packets will not name any more."""
 
     def take_failed_images(self) -> FailedImages:
-        """Return what of launched steps could not be read of images; each failure once.
+        """Return where the model failed with images in launched steps; each failure once.
 
         What is computed of their requests is of no use.
         """

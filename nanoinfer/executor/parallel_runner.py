@@ -164,7 +164,7 @@ class ParallelRunner:
             self._runner.drop_images(image_ids)
 
     def take_failed_images(self) -> FailedImages:
-        """Return what could not be read of images; rank 0 knows, as all ranks encode the same ones."""
+        """Return where the model failed with images; rank 0 knows, as all ranks encode the same ones."""
         return self._runner.take_failed_images()
 
     def sleep(self, level: int) -> None:

@@ -78,7 +78,7 @@ class ImageEngine(LLMEngine):
         return is_launched
 
     def _end_failed(self, failed: FailedImages) -> None:
-        """End the requests with an error whose images, or whose positions, the model could not make."""
+        """End requests with an error if the model failed with an image of theirs, or with their positions."""
         ending: list[EngineSequence] = []
         rows = ((seq.request_id, seq.row) for seq in self.scheduler.running if seq.row is not None)
         of_rows = {request_id: failed.rows[row] for request_id, row in rows if row in failed.rows}

@@ -132,7 +132,7 @@ class DeviceRunner:
             self._model_runner.state.images.forget(image_ids)
 
     def take_failed_images(self) -> FailedImages:
-        """Return what of launched steps could not be read of images; each failure once."""
+        """Return where the model failed with images in launched steps; each failure once."""
         images = self.model_runner.state.images
         return FailedImages() if images is None else images.take_failed()
 

@@ -152,7 +152,7 @@ class ImageRows:
             self._failed.pop(image_id, None)
 
     def take_failed(self) -> FailedImages:
-        """Return what could not be read of images, by their first virtual ids; each failure once."""
+        """Return where the model failed, with images by their first virtual ids; each failure once."""
         failed = FailedImages(self._failed, self._failed_rows)
         self._failed, self._failed_rows = {}, {}
         return failed

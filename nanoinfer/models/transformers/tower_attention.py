@@ -23,6 +23,7 @@ from nanoinfer.ops.segment_attention.spec import segment_attention
 TOWER_ATTENTION = "nanoinfer_flash"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+LEN_FOR_TILES = 256  # patches of a segment on average: in small windows, most of a tile would be empty
 CUDNN_LEN = 512  # patches of a segment
 # Of one shape, that a layer attends from before cuDNN prepares for it: then as much time is lost as that takes.
 PATCHES_BEFORE_CUDNN = 2**19
@@ -33,7 +34,7 @@ class Segments(NamedTuple):
     """Says where the patches of each image, or of each window of one, lie.
 
     lens: of all of them. starts: (1 + their number,) int32, on the device: where each begins, and where the last ends.
-    tiles: of the kernel for Hopper GPUs, on the device; None on others.
+    tiles: of the kernel for Hopper GPUs, on the device; None on others, and for small windows.
     """
 
     lens: tuple[int, ...]
@@ -42,10 +43,10 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, starts: Tensor, device: torch.device) -> "Segments":
-        """Return the segments with these bounds on a device. starts: on the host."""
+        """Return the segments with these bounds on a device. starts: on the host, or the call waits for the device."""
         lens = tuple(end - start for start, end in pairwise(starts.tolist()))
         tiles = None
-        if has_hopper_kernels(device):
+        if sum(lens) >= LEN_FOR_TILES * len(lens) and has_hopper_kernels(device):
             from nanoinfer.ops.segment_attention.hopper import tiles_of
 
             tiles = to_device(torch.tensor(tiles_of(lens), dtype=torch.int32, device="cpu"), device)
