@@ -10,11 +10,13 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.models.images import ImageContent
+from nanoinfer.models.transformers.fast_towers import speed_up_tower
 from nanoinfer.models.transformers.tower_attention import Segments, attend_in_segments
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.runner import step_images
 from tests.images.seeing_models import ALL, MODELS, make_prompt, write_seeing
 from tests.images.test_seeing_models import PROMPTS, impls, load, run
+from tests.images.test_towers import PACKING, features, make, tower_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +102,17 @@ def test_images_are_encoded_without_a_wait_for_the_gpu(architecture: str, folder
             encoder.encode(images)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("architecture", PACKING)
+@torch.inference_mode()
+def test_faster_parts_give_what_those_of_transformers_do(architecture: str) -> None:
+    model, inputs = make(architecture).cuda(), tower_inputs(architecture, [0, 1, 2])
+    inputs = {name: x.cuda() for name, x in inputs.items()}
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        expected = features(model, inputs)
+    assert speed_up_tower(model.model.visual) >= 3
+    torch.testing.assert_close(features(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96])
