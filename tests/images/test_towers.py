@@ -184,6 +184,19 @@ def test_segments_attend_within_themselves(num_kv_heads: int) -> None:
     torch.testing.assert_close(attend_in_segments(q, k, v, segments, 0.3), expected[0].transpose(0, 1))
 
 
+@pytest.mark.usefixtures("unpinned")
+def test_long_segments_are_cut_into_tiles_for_hopper_and_small_windows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    starts, device = torch.tensor([0, 300, 600]), torch.device("cpu")
+    assert Segments.of(starts, device).tiles is None
+    monkeypatch.setattr(tower_attention, "has_hopper_kernels", lambda _: True)
+    tiles = Segments.of(starts, device).tiles
+    assert tiles is not None
+    starts_of_tiles = [(0, 0, 300), (128, 0, 300), (256, 0, 300), (300, 300, 600), (428, 300, 600), (556, 300, 600)]
+    assert [*map(tuple, tiles.tolist())] == starts_of_tiles  # the first query, and the segment's begin and end
+    assert Segments.of(torch.arange(0, 640, 64), device).tiles is None
+
+
 def test_a_shape_is_frequent_in_a_layer_after_many_patches_and_rare_ones_are_forgotten() -> None:
     layers = torch.nn.Identity(), torch.nn.Identity()
     num_patches = PATCHES_BEFORE_CUDNN // 2
