@@ -2,7 +2,7 @@
 
 import collections.abc as abc
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec
 from nanoinfer.engine.packet import Packet
@@ -66,6 +66,13 @@ class SampledStep(Protocol):
     @property
     def side_outputs(self) -> abc.Sequence[SideOutput]:
         """What requests want beside tokens."""
+
+
+class FailedImages(NamedTuple):
+    """Says why images could not be encoded, by their ids, and why positions could not be counted, by prompts' rows."""
+
+    images: abc.Mapping[int, str] = {}
+    rows: abc.Mapping[int, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +147,8 @@ class Runner(Protocol):
     def drop_images(self, image_ids: abc.Sequence[int]) -> None:
         """Forget images that packets will not name any more."""
 
-    def take_failed_images(self) -> abc.Mapping[int, str]:
-        """Return why images of launched steps could not be encoded, by their ids; each once.
+    def take_failed_images(self) -> FailedImages:
+        """Return where the model failed with images in launched steps; each failure once.
 
         What is computed of their requests is of no use.
         """

@@ -19,6 +19,7 @@ from nanoinfer.checkpoint.base_config import BaseModelConfig
 from nanoinfer.config import SLEEP_TAGS, EngineConfig
 from nanoinfer.device import becomes_idle, select_devices
 from nanoinfer.distributed.tensor_parallel import NCCL_ENVIRONMENT, TensorParallel
+from nanoinfer.engine.interfaces import FailedImages
 from nanoinfer.engine.interrupts import postponed_interrupt
 from nanoinfer.engine.packet import Packet, read_header
 from nanoinfer.engine.token_masks import TokenMasks
@@ -162,8 +163,8 @@ class ParallelRunner:
             self._writer.send(pack_command(Command.DROP_IMAGES, *image_ids))
             self._runner.drop_images(image_ids)
 
-    def take_failed_images(self) -> dict[int, str]:
-        """Return why images could not be encoded; rank 0 knows, as all ranks encode the same ones."""
+    def take_failed_images(self) -> FailedImages:
+        """Return where the model failed with images; rank 0 knows, as all ranks encode the same ones."""
         return self._runner.take_failed_images()
 
     def sleep(self, level: int) -> None:

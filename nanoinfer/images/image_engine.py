@@ -1,14 +1,14 @@
 """The engine of a model that sees: it gives the images of requests virtual token ids, and the runner their contents."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import Recipient
-from nanoinfer.engine.interfaces import Runner
+from nanoinfer.engine.interfaces import FailedImages, Runner
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.proposer import Proposer
 from nanoinfer.engine.request import Request
@@ -73,20 +73,26 @@ class ImageEngine(LLMEngine):
 
     def _launch(self) -> bool:
         is_launched = super()._launch()
-        if is_launched and (failed := self.check_open().take_failed_images()):
+        if is_launched and any(failed := self.check_open().take_failed_images()):
             self._end_failed(failed)
         return is_launched
 
-    def _end_failed(self, failed: Mapping[int, str]) -> None:
-        """End the requests with images that could not be encoded, with an error. failed: the reasons, by first id."""
+    def _end_failed(self, failed: FailedImages) -> None:
+        """End requests with an error if the model failed with an image of theirs, or with their positions."""
         ending: list[EngineSequence] = []
+        rows = ((seq.request_id, seq.row) for seq in self.scheduler.running if seq.row is not None)
+        of_rows = {request_id: failed.rows[row] for request_id, row in rows if row in failed.rows}
         for request_id, images in self._images.items():
-            wrong = next((number for number, image in enumerate(images) if image.first_id in failed), None)
-            if wrong is None or request_id not in self._requests:
+            if request_id not in self._requests:
                 continue
-            reason = failed[images[wrong].first_id]
-            remedy = "crop it, or change its size"
-            error = RequestError(f"image {wrong} cannot be encoded ({reason}); {remedy}", "invalid_image")
+            wrong = next((number for number, image in enumerate(images) if image.first_id in failed.images), None)
+            if wrong is not None:
+                what = f"image {wrong} cannot be encoded ({failed.images[images[wrong].first_id]}); crop it"
+            elif request_id in of_rows:
+                what = f"the positions of its images cannot be counted ({of_rows[request_id]}); crop one"
+            else:
+                continue
+            error = RequestError(f"{what}, or change its size", "invalid_image")
             for completion in self._requests[request_id].completions:
                 if completion.seq.status is not SequenceStatus.FINISHED:
                     completion.seq.error = error

@@ -18,7 +18,7 @@ from nanoinfer.checkpoint.weights import ModelWeights
 from nanoinfer.config import EngineConfig
 from nanoinfer.device import computing, is_out_of_memory
 from nanoinfer.distributed.tensor_parallel import TensorParallel
-from nanoinfer.engine.interfaces import row_sizes
+from nanoinfer.engine.interfaces import FailedImages, row_sizes
 from nanoinfer.engine.packet import Packet
 from nanoinfer.engine.token_masks import TokenMasks
 from nanoinfer.errors import ConfigError, NanoinferError
@@ -131,10 +131,10 @@ class DeviceRunner:
         if self._model_runner is not None and self._model_runner.state.images is not None:
             self._model_runner.state.images.forget(image_ids)
 
-    def take_failed_images(self) -> dict[int, str]:
-        """Return why images of launched steps could not be encoded, by their ids; each once."""
+    def take_failed_images(self) -> FailedImages:
+        """Return where the model failed with images in launched steps; each failure once."""
         images = self.model_runner.state.images
-        return {} if images is None else images.take_failed()
+        return FailedImages() if images is None else images.take_failed()
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back: level 1 keeps the weights in host memory, level 2 drops them."""

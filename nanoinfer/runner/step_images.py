@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.device import numbers_to_device, to_device
+from nanoinfer.engine.interfaces import FailedImages
 from nanoinfer.engine.packet import AllSections
 from nanoinfer.errors import ModelError
 from nanoinfer.layers.attention.image_attention import SeenImage
@@ -26,7 +27,7 @@ from nanoinfer.layers.attention.metadata import DecodeBatch
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.images import ImageContent, ImageEncoder, ImageSight, StepImages
 
-MAX_VALUES_AT_ONCE = 5 * 2**22  # inputs of one call to encode: of four pictures of 1,024 x 768 with Qwen3-VL
+MAX_VALUES_AT_ONCE = 9 * 2**22  # inputs of one call to encode: of eight pictures of 1,024 x 768 with Qwen3-VL
 
 logger = logging.getLogger("nanoinfer")
 
@@ -86,7 +87,9 @@ class ImageRows:
         self._encoder, self._held, self._vocab_size, self._device = encoder, held, vocab_size, device
         self._max_tokens = max_tokens
         self._rows: dict[int, RowImages] = {}
-        self._failed: dict[int, str] = {}  # why images could not be encoded, by first id, until `take_failed`
+        # Until `take_failed`: why images could not be encoded, by first id, and positions of rows not be counted.
+        self._failed: dict[int, str] = {}
+        self._failed_rows: dict[int, str] = {}
         self._encoded: OrderedDict[int, Tensor] = OrderedDict()  # by first id, the least recently used first
         # (num_rows,) int64: added to the places of tokens after images, by which they rotate.
         self._deltas = torch.zeros(num_rows, dtype=torch.int64, device=device) if encoder.has_three_positions else None
@@ -105,20 +108,20 @@ class ImageRows:
                 self._rows[row] = images = RowImages(spans)
                 if self._deltas is not None:
                     prompt = known[start : start + num_prompt_tokens].tolist()
-                    images.positions = self._positions_of(prompt, spans)
+                    images.positions = self._positions_of(row, prompt, spans)
                     images.delta = deltas[-1] = int(images.positions.max()) + 1 - num_prompt_tokens
         if self._deltas is not None:
             rows, values = numbers_to_device([[row for row, _, _ in records], deltas], self._device)
             self._deltas[rows] = values
 
-    def _positions_of(self, prompt: list[int], spans: list[Span]) -> Tensor:
-        """Return the positions of a prompt with images; any, where the model fails to count them."""
+    def _positions_of(self, row: int, prompt: list[int], spans: list[Span]) -> Tensor:
+        """Return the positions of a row's prompt with images; any, where the model fails to count them."""
         try:
             return self._encoder.positions(prompt, [self._held[span.image_id] for span in spans])
         except ModelError:
             raise
         except Exception as error:  # models fail in their own ways
-            self._failed |= dict.fromkeys((span.image_id for span in spans), described(error))
+            self._failed_rows[row] = described(error)
             return torch.arange(len(prompt)).expand(3, -1)
 
     def _take_spans(self, token_ids: NDArray[Any]) -> Iterator[Span]:
@@ -148,9 +151,10 @@ class ImageRows:
             self._encoded.pop(image_id, None)
             self._failed.pop(image_id, None)
 
-    def take_failed(self) -> dict[int, str]:
-        """Return why images could not be encoded, by their first virtual ids; each once."""
-        failed, self._failed = self._failed, {}
+    def take_failed(self) -> FailedImages:
+        """Return where the model failed, with images by their first virtual ids; each failure once."""
+        failed = FailedImages(self._failed, self._failed_rows)
+        self._failed, self._failed_rows = {}, {}
         return failed
 
     def with_rotary_positions(self, step: ForwardStep, batch: DecodeBatch) -> ForwardStep:

@@ -10,11 +10,13 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.models.images import ImageContent
+from nanoinfer.models.transformers.fast_towers import speed_up_tower
 from nanoinfer.models.transformers.tower_attention import Segments, attend_in_segments
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.runner import step_images
 from tests.images.seeing_models import ALL, MODELS, make_prompt, write_seeing
 from tests.images.test_seeing_models import PROMPTS, impls, load, run
+from tests.images.test_towers import PACKING, features, make, tower_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -102,25 +104,41 @@ def test_images_are_encoded_without_a_wait_for_the_gpu(architecture: str, folder
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("architecture", PACKING)
+@torch.inference_mode()
+def test_faster_parts_give_what_those_of_transformers_do(architecture: str) -> None:
+    model, inputs = make(architecture).cuda(), tower_inputs(architecture, [0, 1, 2])
+    inputs = {name: x.cuda() for name, x in inputs.items()}
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        expected = features(model, inputs)
+    assert speed_up_tower(model.model.visual) >= 3
+    torch.testing.assert_close(features(model, inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_segments_attend_within_themselves(head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_segments_attend_within_themselves(head_dim: int, dtype: torch.dtype, has_tiles: bool) -> None:
+    """Hopper GPUs have a kernel that reads tiles. Queries, keys and values are views of one product."""
     generator = torch.Generator("cuda").manual_seed(0)
-    lens = (300, 1, 64, 129)
-    q, k, v = torch.randn(3, sum(lens), 4, head_dim, generator=generator, device="cuda").unbind()
-    starts = torch.tensor([0, 300, 301, 365, 494], dtype=torch.int32, device="cuda")
-    expected = attend_in_segments(q.cpu(), k.cpu(), v.cpu(), Segments(lens, starts.cpu()), 0.1)
-    found = attend_in_segments(*(x.to(dtype) for x in (q, k, v)), Segments(lens, starts), 0.1)
+    starts = torch.tensor([0, 300, 301, 365, 494, 2030], dtype=torch.int32)
+    qkv = torch.randn(2030, 3, 4, head_dim, generator=generator, device="cuda").to(dtype)
+    qkv[300] = torch.nan  # the second segment stays apart
+    q, k, v = qkv.unbind(1)
+    expected = attend_in_segments(*(x.cpu().float() for x in (q, k, v)), Segments.of(starts, torch.device("cpu")), 0.1)
+    segments = Segments.of(starts, qkv.device)
+    segments = segments if has_tiles else segments._replace(tiles=None)
+    found = attend_in_segments(q, k, v, segments, 0.1)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_heads", [4, 2])
 def test_segments_of_one_length_that_come_often_attend_alike(num_heads: int) -> None:
-    """Then it is cuDNN that computes them, on Hopper."""
+    """Then it is cuDNN that computes them, on a GPU with that but without our kernel."""
     generator = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(2 * 640, 3, num_heads, 72, generator=generator, device="cuda").bfloat16()
-    segments = Segments((640, 640), torch.tensor([0, 640, 1280], dtype=torch.int32, device="cuda"))
+    segments = Segments.of(torch.tensor([0, 640, 1280], dtype=torch.int32), qkv.device)._replace(tiles=None)
     first = attend_in_segments(*qkv.unbind(1), segments, 0.1)
     again = attend_in_segments(*qkv.unbind(1), segments, 0.1, is_frequent=True)
     torch.testing.assert_close(again, first, rtol=2e-2, atol=2e-2)

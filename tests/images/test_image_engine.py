@@ -145,14 +145,20 @@ def test_all_samples_and_the_stream_of_a_request_end_with_its_image(llm: LLM, mo
     assert llm.engine.is_finished()
 
 
-def test_an_image_whose_positions_cannot_be_counted_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(*_: Any) -> torch.Tensor:
-        raise ValueError("no such grid")
+def test_a_prompt_whose_positions_cannot_be_counted_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = image_rows(llm)._encoder.positions
+    text, good, bad = (make_prompt(MODEL, parts) for parts in ([20], [7, "#0", 9], [20, "#0", 30]))
 
-    monkeypatch.setattr(image_rows(llm)._encoder, "positions", count)
-    text, bad = run(llm, [make_prompt(MODEL, [20]), make_prompt(MODEL, [20, "#0", 30])])
-    assert text.outputs[0].finish_reason == "length"
-    assert bad.outputs[0].error == "image 0 cannot be encoded (ValueError: no such grid); crop it, or change its size"
+    def count_some(token_ids: Sequence[int], images: Sequence[ImageContent]) -> torch.Tensor:
+        if len(token_ids) == len(bad.token_ids):
+            raise ValueError("no such grid")
+        return count(token_ids, images)
+
+    monkeypatch.setattr(image_rows(llm)._encoder, "positions", count_some)
+    outputs = [output.outputs[0] for output in run(llm, [text, good, bad])]
+    assert [output.finish_reason for output in outputs] == ["length", "length", "error"]
+    reason = "(ValueError: no such grid); crop one, or change its size"
+    assert outputs[2].error == f"the positions of its images cannot be counted {reason}"
 
 
 def test_a_model_that_is_not_supported_is_an_error_of_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,14 +212,26 @@ def attend_from_several_tokens(head_dim: int, num_tokens: int) -> None:
             backend.decode(q, cache, backend.plan(step, cache))
 
 
+def attend_in_segments(lens: list[int]) -> None:
+    """Attend within segments of these lengths, as towers do, with heads of each size that there is a kernel for."""
+    from nanoinfer.ops.segment_attention import hopper
+
+    tiles = torch.tensor(hopper.tiles_of(lens), dtype=torch.int32)
+    for head_dim in hopper.HEAD_DIMS:
+        q, k, v = torch.zeros(sum(lens), 3, 16, head_dim, dtype=torch.bfloat16).unbind(1)
+        assert hopper.serves(q, k, v)
+        assert hopper.segment_attention(q, k, v, tiles, scale=0.1).shape == q.shape
+
+
 def main(capability: int, config: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> None:
-    """Run an engine of a config, or attention from several tokens a row with `options`, on a GPU that is absent."""
+    """Run an engine of a config, or attention alone with `options`, on a GPU that is absent."""
     pretend(AbsentGpu(capability))
     compile_instead_of_launching()
     if config is None:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["TRITON_CACHE_DIR"] = folder
-            attend_from_several_tokens(**(options or {}))
+            options = options or {}
+            attend_in_segments(**options) if "lens" in options else attend_from_several_tokens(**options)
     else:
         run_engine(config, options or {})
 

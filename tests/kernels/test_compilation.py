@@ -62,6 +62,11 @@ def test_attention_from_several_tokens_a_row_compiles_within_shared_memory(
     assert sum(kernel["kernel"] == "_paged_decode_kernel" for kernel in kernels) == (8 if num_tokens < 16 else 4)
 
 
+def test_attention_within_segments_compiles_within_shared_memory() -> None:
+    kernels = compiled(90, options={"lens": [300, 1, 64]})
+    assert [kernel["kernel"] for kernel in kernels] == ["_segment_attention_kernel"] * 3  # one for each size of heads
+
+
 @pytest.mark.parametrize(("capability", "model", "options"), PARAMS)
 def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     capability: int, model: str, options: dict[str, Any]

@@ -1,9 +1,13 @@
 """Faster parts of towers on a GPU, each in the place of one of transformers that it equals.
 
 transformers' rotation of queries and keys goes over memory some twenty times, in float32. A convolution over patches
-that are given one by one is a plain product, and cuDNN takes longer for it.
+that are given one by one is a plain product, and cuDNN takes longer for it. Additions and norms, products and
+activations are separate passes over memory there.
+
+Whether a part equals ours is tried on a copy of it with small modules in the place of its own.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -13,11 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.ops.activations.spec import linear_gelu_tanh
+from nanoinfer.ops.norms.spec import add_layer_norm, add_rms_norm, rms_norm
 from nanoinfer.ops.rotary.spec import rotate_halves
 
 ROTATION = "apply_rotary_pos_emb_vision"  # transformers has it once for each family, with the same arguments
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 TRIED_SHAPE = 3, 2, 16  # tokens, heads, head_dim
+TRIED_SIZES = 8, 12  # of hidden states, and of what an MLP has between its products
+BLOCK = {"norm1", "norm2", "attn", "mlp"}  # the names of Qwen's and GLM's towers
 
 
 def speed_up_tower(tower: nn.Module) -> int:
@@ -30,6 +38,10 @@ def speed_up_tower(tower: nn.Module) -> int:
             num_replaced += 1
         elif isinstance(module, nn.ModuleList):
             num_replaced += sum(_speed_up_layer(layer) for layer in module)
+        elif (parts := _gelu_mlp(module)) is not None:
+            mlp: Any = module
+            mlp.forward = partial(_run_mlp, *parts)
+            num_replaced += 1
     return num_replaced
 
 
@@ -44,7 +56,8 @@ def _speed_up_layer(layer: nn.Module) -> bool:
                 ours = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
                 ours.__kwdefaults__ = forward.__kwdefaults__
                 attention.forward = MethodType(ours, attention)
-                layer.forward = partial(_run_on_device, layer.forward)
+                forward = partial(_run_block, layer) if _is_known_block(layer) else layer.forward
+                layer.forward = partial(_run_on_device, forward)
                 return True
     return False
 
@@ -68,10 +81,11 @@ def _embed_patches(module: nn.Conv2d | nn.Conv3d, original: Callable[[Tensor], T
 
 
 def _rotate(original: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    if q.dim() != 3 or cos.dim() != 2:
+    """Rotate what a layer has just computed, and read nowhere else: in place."""
+    if q.dim() != 3 or cos.dim() != 2 or q.shape != k.shape or q.stride() != k.stride():
         return original(q, k, cos, sin)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    return rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
+    rotate_halves(q, k, cos.contiguous(), sin.contiguous())
+    return q, k
 
 
 def _equals(original: Rotation) -> bool:
@@ -82,4 +96,80 @@ def _equals(original: Rotation) -> bool:
         expected = original(q, k, *angles)
     except (RuntimeError, TypeError, ValueError):  # it takes something else
         return False
-    return all(torch.allclose(rotate_halves(x, *angles), one) for x, one in zip((q, k), expected, strict=True))
+    rotate_halves(q, k, *angles)
+    return all(torch.allclose(one, other) for one, other in zip((q, k), expected, strict=True))
+
+
+def _run_block(block: Any, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Compute a block with norms before attention and MLP. hidden: (num_patches, hidden_size)."""
+    norm = block.norm2
+    if isinstance(norm, nn.LayerNorm):
+        total = block.attn(block.norm1(hidden), *args, **options)
+        normed = add_layer_norm(total, hidden, norm.weight, norm.bias, norm.eps, total=total)
+    else:
+        heads = block.attn(rms_norm(hidden, block.norm1.weight, block.norm1.variance_epsilon), *args, **options)
+        normed, total = add_rms_norm(heads, hidden, norm.weight, norm.variance_epsilon)
+    found: Tensor = block.mlp(normed).add_(total)
+    return found
+
+
+def _is_known_block(block: nn.Module) -> bool:
+    """Return whether `_run_block` does what a block does."""
+    parts = dict(block.named_children())
+    if parts.keys() != BLOCK or type(parts["norm1"]) is not type(parts["norm2"]):
+        return False
+    size, generator = TRIED_SIZES[0], torch.Generator().manual_seed(0)
+    x, *weights = torch.rand(3, TRIED_SHAPE[0], size, generator=generator, dtype=torch.float32, device="cpu")
+    tried = copy.copy(block)
+    tried._modules = {"attn": _Stub(torch.sin), "mlp": _Stub(torch.cos)}
+    for index, name in enumerate(("norm1", "norm2")):
+        norm: Any = copy.copy(parts[name])
+        if isinstance(norm, nn.LayerNorm):
+            norm.normalized_shape = (size,)
+        given = zip(norm._parameters, weights[index], strict=False)
+        norm._parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in given}
+        tried._modules[name] = norm
+    try:
+        expected = type(block).forward(tried, hidden_states=x, cu_seqlens=None, position_embeddings=None)
+        found = _run_block(tried, x, cu_seqlens=None, position_embeddings=None)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it is something else
+        return False
+    return torch.allclose(found, expected)
+
+
+class _Stub(nn.Module):
+    """Stands in for a module in a trial."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._function(x)
+
+
+def _run_mlp(first: nn.Linear, last: nn.Linear, hidden: Tensor) -> Tensor:
+    between = linear_gelu_tanh(hidden.flatten(0, -2), first.weight, first.bias)
+    found: Tensor = last(between).view(*hidden.shape[:-1], -1)
+    return found
+
+
+def _gelu_mlp(mlp: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
+    """Return both products of an MLP that `_run_mlp` computes; None for another module."""
+    parts = dict(mlp.named_children())
+    linears = {name: part for name, part in parts.items() if type(part) is nn.Linear and part.bias is not None}
+    if len(parts) != 3 or len(linears) != 2:
+        return None
+    (first_name, first), (last_name, last) = linears.items()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        sizes = {first_name: TRIED_SIZES, last_name: TRIED_SIZES[::-1]}
+        small = {name: nn.Linear(*its, dtype=torch.float32) for name, its in sizes.items()}
+        x = 4 * torch.randn(32, TRIED_SIZES[0], dtype=torch.float32)
+    tried = copy.copy(mlp)
+    tried._modules = {**parts, **small}
+    try:
+        expected = type(mlp).forward(tried, x)
+        found = _run_mlp(small[first_name], small[last_name], x)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it is something else
+        return None
+    return (first, last) if torch.allclose(found, expected, rtol=1e-5, atol=1e-5) else None

@@ -5,7 +5,8 @@ numbers, rows that are added after the first layers (deepstack). So no class of 
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from nanoinfer.models.transformers.transformers_config import shortened
 # Arguments of a language model that need no support of ours. None, numbers and texts are always fine.
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
+MAX_POSITIONS = 64  # of prompts, that are kept
 MAX_SIDE = 48  # patches on a side of a large image, where a model limits their number
 NUM_POSITIONS = 3  # of time, height and width
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
@@ -62,6 +64,7 @@ class TransformersImageEncoder:
                 if part is not self._language_model:
                     speed_up_tower(part)
         self._uploads = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._positions: dict[tuple[bytes, str], Tensor] = {}
         self._name = type(model).__name__
         self._model = model
         self._vision = getattr(model.config, "vision_config", None)
@@ -81,7 +84,7 @@ class TransformersImageEncoder:
         token_ids = [token_id for image in images for token_id in image.token_ids]
         # Which positions these tokens have does not matter, and models could not tell those of neighbouring images.
         positions = torch.arange(len(token_ids)).expand(3, 1, -1) if self.has_three_positions else None
-        seen = self._capture(token_ids, joined([image.tensors for image in images]), positions)
+        seen = self._capture(token_ids, [image.tensors for image in images], positions)
         rows = seen["inputs_embeds"]  # (1, num_tokens, hidden_size)
         if deepstack := seen.get("deepstack_visual_embeds"):
             levels = rows.new_zeros(len(deepstack), *rows.shape[1:])
@@ -91,13 +94,26 @@ class TransformersImageEncoder:
         parts = rows.split([len(image.token_ids) for image in images], dim=1)
         return [part.clone() for part in parts]
 
-    @torch.inference_mode()
     def positions(self, token_ids: Sequence[int], images: Sequence[ImageContent]) -> Tensor:
-        """Return the positions of time, height and width of a prompt with these images, (3, num_tokens) on the host."""
-        grids = joined([{name: x for name, x in one.tensors.items() if not x.is_floating_point()} for one in images])
+        """Return the positions of time, height and width of a prompt with these images, (3, num_tokens) on the host.
+
+        They are kept: one question about many pictures of one size is one prompt here. Nobody writes into them.
+        """
+        grids = [{name: x for name, x in one.tensors.items() if not x.is_floating_point()} for one in images]
+        name = array("i", token_ids).tobytes(), str([{name: x.tolist() for name, x in one.items()} for one in grids])
+        if name not in self._positions:
+            if len(self._positions) >= MAX_POSITIONS:
+                self._positions.clear()
+            self._positions[name] = self._count_positions(token_ids, grids)
+        return self._positions[name]
+
+    @torch.inference_mode()
+    def _count_positions(self, token_ids: Sequence[int], grids: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the positions of a prompt. grids: the sizes of each of its images."""
         if (count := getattr(self._base, "get_rope_index", None)) is not None:  # on the host, which waits for nothing
             ids = torch.tensor([[*token_ids]], device="cpu")
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._token_types(ids), **grids}
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._token_types(ids)}
+            inputs |= joined(grids, torch.cat)
             known = inspect.signature(count).parameters
             positions = count(**{name: value for name, value in inputs.items() if name in known})[0]
         else:
@@ -164,12 +180,12 @@ class TransformersImageEncoder:
         return first == second
 
     def _capture(
-        self, token_ids: Sequence[int], tensors: dict[str, Tensor], positions: Tensor | None = None
+        self, token_ids: Sequence[int], tensors: Sequence[Mapping[str, Tensor]], positions: Tensor | None = None
     ) -> dict[str, Any]:
-        """Run the model up to its language model; return what that is called with."""
+        """Run the model up to its language model; return what that is called with. tensors: inputs of each image."""
         device = self._model.device
         ids = torch.tensor([[*token_ids]], device="cpu")
-        inputs = {name: self._placed(tensor) for name, tensor in tensors.items()}
+        inputs = joined(tensors, self._placed)
         inputs |= self._token_types(ids)
         if positions is not None:
             inputs["position_ids"] = positions
@@ -209,18 +225,21 @@ class TransformersImageEncoder:
             return
         raise ModelError(f"{self._name} {what}, which is not supported; leave images out")
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        """Return an input of the model where it is read: sizes of images on the host, all others on the device.
+    def _placed(self, parts: list[Tensor]) -> Tensor:
+        """Return an input of several images where it is read: sizes on the host, all others on the device.
 
-        Those are large. A copy of memory that is not pinned waits for all that its stream was given before, and pinning
-        takes longer than the copy; so copies have a stream of their own.
+        Those are large. They are joined there, so that the host needs no memory for all of them. A copy of memory that
+        is not pinned waits for all that its stream was given before, so copies have pinned memory, which PyTorch keeps
+        and uses again, and a stream of their own.
         """
-        is_of_sizes = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+        is_of_sizes = not parts[0].is_floating_point() and parts[0].dtype is not torch.bool
         if is_of_sizes or self._uploads is None:
-            return tensor
-        stream = torch.cuda.current_stream(self._model.device)
+            return torch.cat(parts)
+        lens, stream = [len(part) for part in parts], torch.cuda.current_stream(self._model.device)
         with torch.cuda.stream(self._uploads):
-            uploaded = tensor.to(self._model.device, non_blocking=True)
+            uploaded = parts[0].new_empty(sum(lens), *parts[0].shape[1:], device=self._model.device)
+            for part, place in zip(parts, uploaded.split(lens), strict=True):
+                place.copy_(part.pin_memory(), non_blocking=True)
         stream.wait_stream(self._uploads)
         uploaded.record_stream(stream)
         return uploaded
@@ -256,7 +275,7 @@ class TransformersImageEncoder:
         image, text = self.image_token_id, 0 if self.image_token_id else 1
         prompt = [text, image, image, text, image, text]
         with probing_masks(self._model, make):
-            self._capture(prompt + [text] * window, {})
+            self._capture(prompt + [text] * window, [])
         index = torch.arange(len(prompt), device=self._model.device)
         zero = torch.zeros((), dtype=torch.long, device=self._model.device)
         found: set[tuple[ImageSight | None, bool]] = set()
@@ -283,7 +302,7 @@ def _first(size: Any) -> int | None:
     return size[0] if isinstance(size, (list, tuple)) else size
 
 
-def joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def joined(tensors: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
     """Return the inputs of several images as those of one call. Some images may have inputs that others have not."""
     names = dict.fromkeys(name for one in tensors for name in one)
-    return {name: torch.cat([one[name] for one in tensors if name in one]) for name in names}
+    return {name: join([one[name] for one in tensors if name in one]) for name in names}

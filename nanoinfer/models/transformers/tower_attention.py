@@ -17,23 +17,40 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nanoinfer.device import compute_capability, to_device
+from nanoinfer.ops.common.device_properties import has_hopper_kernels
+from nanoinfer.ops.segment_attention.spec import segment_attention
 
 TOWER_ATTENTION = "nanoinfer_flash"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+LEN_FOR_TILES = 256  # patches of a segment on average: in small windows, most of a tile would be empty
 CUDNN_LEN = 512  # patches of a segment
-CALLS_BEFORE_CUDNN = 10  # of a layer with one shape
-MAX_SHAPES = 256  # that a layer counts calls of, before it begins anew
+# Of one shape, that a layer attends from before cuDNN prepares for it: then as much time is lost as that takes.
+PATCHES_BEFORE_CUDNN = 2**19
+MAX_SHAPES = 256  # that a layer counts patches of, before it begins anew
 
 
 class Segments(NamedTuple):
     """Says where the patches of each image, or of each window of one, lie.
 
     lens: of all of them. starts: (1 + their number,) int32, on the device: where each begins, and where the last ends.
+    tiles: of the kernel for Hopper GPUs, on the device; None on others, and for small windows.
     """
 
     lens: tuple[int, ...]
     starts: Tensor
+    tiles: Tensor | None = None
+
+    @classmethod
+    def of(cls, starts: Tensor, device: torch.device) -> "Segments":
+        """Return the segments with these bounds on a device. starts: on the host, or the call waits for the device."""
+        lens = tuple(end - start for start, end in pairwise(starts.tolist()))
+        tiles = None
+        if sum(lens) >= LEN_FOR_TILES * len(lens) and has_hopper_kernels(device):
+            from nanoinfer.ops.segment_attention.hopper import tiles_of
+
+            tiles = to_device(torch.tensor(tiles_of(lens), dtype=torch.int32, device="cpu"), device)
+        return cls(lens, to_device(starts, device) if starts.device != device else starts, tiles)
 
 
 def packs_images(tower: PreTrainedModel) -> bool:
@@ -51,6 +68,11 @@ def attend_in_segments(
     """
     if k.shape[1] < q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if segments.tiles is not None:
+        from nanoinfer.ops.segment_attention import hopper
+
+        if hopper.serves(q, k, v):
+            return hopper.segment_attention(q, k, v, segments.tiles, q.shape[2] ** -0.5 if scale is None else scale)
     fits_flash = q.dtype in FLASH_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256
     if fits_flash and compute_capability(q.device) >= (8, 0):
         from torch.nn.attention.varlen import varlen_attn
@@ -61,9 +83,7 @@ def attend_in_segments(
         heads = varlen_attn(q, k, v, segments.starts, segments.starts, longest, longest, scale=scale)
         assert isinstance(heads, Tensor), "only heads were asked for"
         return heads
-    parts = zip(*(x.transpose(0, 1)[None].split(segments.lens, dim=2) for x in (q, k, v)), strict=True)
-    outputs = [nn.functional.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in parts]
-    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+    return segment_attention(q, k, v, segments.lens, scale)
 
 
 def _suits_cudnn(q: Tensor, segments: Segments) -> bool:
@@ -72,29 +92,22 @@ def _suits_cudnn(q: Tensor, segments: Segments) -> bool:
     return is_long and compute_capability(q.device) >= (9, 0)
 
 
-def count_call(layer: nn.Module, q: Tensor, segments: Segments) -> bool:
-    """Count a call of a layer; return whether its shape has come often. cuDNN takes long to prepare for a new one."""
-    num_calls: Counter[tuple[int, ...]] = layer.__dict__.setdefault("num_calls_by_shape", Counter())
-    if len(num_calls) >= MAX_SHAPES:
-        num_calls.clear()
+def count_patches(layer: nn.Module, q: Tensor, segments: Segments) -> bool:
+    """Count the patches of a layer's call; return whether its shape has come often. A new one costs cuDNN long."""
+    num_patches: Counter[tuple[int, ...]] = layer.__dict__.setdefault("num_patches_by_shape", Counter())
+    if len(num_patches) >= MAX_SHAPES:
+        num_patches.clear()
     shape = len(segments.lens), *q.shape
-    num_calls[shape] += 1
-    return num_calls[shape] > CALLS_BEFORE_CUDNN
+    num_patches[shape] += len(q)
+    return num_patches[shape] > PATCHES_BEFORE_CUDNN
 
 
 def _attend_in_batch(q: Tensor, k: Tensor, v: Tensor, num_segments: int, scale: float | None) -> Tensor:
     """Compute attention within segments of one length, by cuDNN where it can."""
-    q, k, v = (x.contiguous().unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(BACKENDS, set_priority=True):
         heads = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
     return heads.transpose(1, 2).flatten(0, 1)
-
-
-@lru_cache(maxsize=8)  # by identity: each layer is given the same tensor
-def _segments(starts: Tensor, device: torch.device) -> Segments:
-    bounds = starts.tolist()
-    lens = tuple(end - start for start, end in pairwise(bounds))
-    return Segments(lens, to_device(starts, device) if starts.device != device else starts)
 
 
 def _attention(
@@ -112,8 +125,11 @@ def _attention(
         return out, None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     segments = _segments(cu_seq_lens_q, q.device)
-    is_frequent = count_call(module, q, segments)
+    is_frequent = count_patches(module, q, segments)
     return attend_in_segments(q, k, v, segments, scaling, is_frequent)[None], None
 
+
+# By identity: each layer is given the same tensor.
+_segments = lru_cache(maxsize=8)(Segments.of)
 
 AttentionInterface.register(TOWER_ATTENTION, _attention)

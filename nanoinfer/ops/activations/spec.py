@@ -43,6 +43,15 @@ def gelu_tanh_times(gate: Tensor, factors: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * factors
 
 
+@op
+def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return gelu(x @ weight.T + bias), (num_tokens, size), by the tanh approximation of GELU.
+
+    x: (num_tokens, num_inputs). weight: (size, num_inputs). bias: (size,). All are contiguous.
+    """
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
 def _gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor], out_format: RowFormat | None) -> Activations:
     gate, up = gate_up.chunk(2, dim=-1)
     gated = activation(gate).mul_(up)

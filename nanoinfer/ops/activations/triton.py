@@ -1,5 +1,9 @@
-"""Gated activations, and the gate of a shared expert with the sum that it scales: each in one pass over memory."""
+"""Gated activations, and the gate of a shared expert with the sum that it scales: each in one pass over memory.
 
+GELU after a product is no pass at all: the library that multiplies does it with what it has in registers.
+"""
+
+import torch
 import triton
 import triton.language as tl
 
@@ -235,3 +239,7 @@ def gated_sum(terms, hidden, gate_weight):
             **overlap_options(terms.device),
         )
     return out
+
+
+def linear_gelu_tanh(x, weight, bias):
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
