@@ -12,7 +12,7 @@ from nanoinfer.checkpoint.weights import check_shape
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.linear import ShardedLinear, wide_rows
 from nanoinfer.ops.common.fp8_format import Activations
-from nanoinfer.quantization.linear_method import MATRIX, ParamSpec
+from nanoinfer.quantization.linear_method import MATRIX, ParamSpec, ProductKind
 
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
@@ -144,8 +144,13 @@ class Experts(nn.Module):
         return total.unsqueeze(0)
 
     def compiled_ahead(self, num_rows: int) -> list[Callable[[], Tensor]]:
-        """Return functions to run while the engine loads, once for all sizes, which compile what short prefill runs."""
-        return [partial(self._compute_zeros, pairs) for pairs in PAIRS_BETWEEN] if num_rows == 1 else []
+        """Return functions to run while the engine loads, once for all sizes, which compile what short prefill runs.
+
+        Weights of fewer bits may be widened for that: memory which the largest step, that runs beside it, needs itself.
+        """
+        if num_rows != 1 or self.gate_up_proj.quant_method.kind is ProductKind.WIDENED:
+            return []
+        return [partial(self._compute_zeros, pairs) for pairs in PAIRS_BETWEEN]
 
     def _compute_zeros(self, pairs: int) -> Tensor:
         """Compute a step that has so many pairs of each expert, on average. No token has an expert, so none is read."""

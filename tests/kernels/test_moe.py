@@ -12,6 +12,7 @@ from nanoinfer.ops.activations.spec import gated_sum
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
 from nanoinfer.ops.routing import spec as routing_spec
 from nanoinfer.ops.routing.spec import route, route_by_sigmoid
+from nanoinfer.quantization.linear_method import ProductKind
 
 triton = pytest.importorskip("triton")
 
@@ -243,7 +244,7 @@ def test_the_cases_reach_all_sizes_of_tiles() -> None:
 def test_sizes_of_tiles_between_decode_and_the_longest_prefill_are_compiled_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No token has an expert, so no weight is read for it."""
+    """No token has an expert, so no weight is read for it; and none is widened."""
     with default_dtype(torch.bfloat16):
         layer, steps = Experts(64, MoEConfig(128, 8, 16, True, has_experts=(True,)), TensorParallel()), []
     monkeypatch.setattr(type(layer.gate_up_proj.quant_method), "expert_mlp", lambda _, __, *step: steps.append(step))
@@ -251,6 +252,8 @@ def test_sizes_of_tiles_between_decode_and_the_longest_prefill_are_compiled_ahea
         function()
     assert [tile_rows(ids.numel(), 128, hidden.dtype) for hidden, ids, _ in steps] == [32, 64]
     assert all(hidden.shape == (len(ids), 64) and (ids == 128).all() for hidden, ids, _ in steps)
+    monkeypatch.setattr(layer.gate_up_proj.quant_method, "kind", ProductKind.WIDENED)
+    assert layer.compiled_ahead(1) == []
 
 
 @loops_are_interpreted

@@ -142,9 +142,10 @@ def _clear(piece, num_valid):
 
 @gluon.jit
 def _read_row(tiles_ptr, row_starts_ptr, tile, last):
-    """Return what a tile's row is: where it begins and ends among all tiles, and where this share of it ends.
+    """Return what a tile says of its row.
 
-    Before these: its number, its flags, and how many tokens its first query token sees from the tile on.
+    The row's number, its flags, how many tokens its first query token sees from the tile on, the first tile of the row,
+    the one after its last, and the one after the last that this share has of it.
     """
     num_visible = gl.load(tiles_ptr + tile * 4 + 1)
     row = gl.load(tiles_ptr + tile * 4 + 2)
@@ -176,9 +177,9 @@ def _weigh(
     num_queries: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Make weights of the tiles of this share, and by which factor sums decay before a tile's; row by row.
+    """Make the weights of each tile of this share, and the factors by which sums are multiplied before it is added.
 
-    At the end of a row comes by which factors its sums, and the result of its prefix, are multiplied.
+    After the last tile of a row come other factors: those of the sums, and those of the result of the row's prefix.
     """
     tiles_ptr, row_starts_ptr, num_sharers_ptr = plan
     q_full, q_empty = q_barriers
