@@ -89,11 +89,15 @@ class RunnerLimits:
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
     whole_images: bool = False  # whether an image is computed in one step, because its tokens see all of it
     max_row_tokens: int = 1  # the most tokens of a decode row: the newest one, and proposals
+    packs_lines: bool = False  # whether decode rows of several tokens need no padding between them
 
     @property
     def max_chunk_tokens(self) -> int:
         """The most tokens of a sequence that one step computes, in prefill or in decode."""
         return max(self.max_num_batched_tokens, self.max_row_tokens)
+
+
+PACKED_LINES = 128  # a decode step whose rows have no padding between them computes a multiple of so many tokens
 
 
 def row_sizes(max_row_tokens: int) -> list[int]:

@@ -38,6 +38,11 @@ def several_tokens_graph_sizes(sizes: list[int]) -> list[int]:
     return [size for size in sizes if size in (1, 2, 4, 8, 16) or size % 32 == 0 or size == max(sizes)]
 
 
+def packed_graph_sizes(sizes: list[int]) -> list[int]:
+    """Return those batch sizes that steps of packed lines have. They are few: rows of padding have no lines there."""
+    return [size for size in sizes if size in (16, 32, 64) or size % 128 == 0 or size == max(sizes)]
+
+
 class GraphInputs(NamedTuple):
     """Holds what graphs read of a batch, each (max_rows,) int32; see DecodeBatch and SharedPrefixes."""
 
@@ -47,13 +52,15 @@ class GraphInputs(NamedTuple):
     num_row_tokens: Tensor
 
     @classmethod
-    def padding(cls, max_rows: int, device: torch.device) -> "GraphInputs":
-        """Return padding rows: without a context, they share no prefix and have one token."""
+    def padding(cls, max_rows: int, device: torch.device, num_row_tokens: int = 1) -> "GraphInputs":
+        """Return padding rows: without a context, they share no prefix. num_row_tokens: of each; 0 in packed lines."""
 
         def full(number: int) -> Tensor:
             return torch.full((max_rows,), number, dtype=torch.int32, device=device)
 
-        return cls(rows=full(PADDING_ROW), num_shared_blocks=full(0), num_sharers=full(0), num_row_tokens=full(1))
+        return cls(
+            rows=full(PADDING_ROW), num_shared_blocks=full(0), num_sharers=full(0), num_row_tokens=full(num_row_tokens)
+        )
 
     def fill(self, batch: DecodeBatch, padding: "GraphInputs", size: int) -> None:
         """Write a batch into the first rows, and padding after it up to row `size`."""
@@ -99,10 +106,12 @@ class DecodeGraphs:
     ) -> None:
         self._forward = forward
         self._padding = GraphInputs.padding(max(sizes), device)
+        self._packed_padding = GraphInputs.padding(max(sizes), device, num_row_tokens=0)
         self._inputs = GraphInputs.padding(max(sizes), device)
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph | Launches] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
+        self._packed_sizes = packed_graph_sizes(self._sizes)
         self._stand_ins, self._pool = StandIns(), GraphPool(device, least_free)
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
@@ -112,16 +121,19 @@ class DecodeGraphs:
         """Run `forward` for the rows of a batch, and for padding after them."""
         sizes = self._sizes if batch.shared_prefixes is None else self._sharing_sizes
         if batch.num_tokens > 1:
-            sizes = self._several_tokens_sizes
+            sizes = self._packed_sizes if batch.num_packed else self._several_tokens_sizes
         key = GraphKey.of(batch, sizes[bisect_left(sizes, len(batch.rows))])  # of the smallest that holds the batch
         key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
             self._capture(key, is_late=True)
-        self._inputs.fill(batch, self._padding, key.num_rows)
+        self._inputs.fill(batch, self._padding_of(key), key.num_rows)
         self._graphs[key].replay()
 
+    def _padding_of(self, key: GraphKey) -> GraphInputs:
+        return self._packed_padding if key.num_packed else self._padding
+
     def _capture(self, key: GraphKey, is_warm: bool = False, is_late: bool = False) -> None:
-        for inputs, padding in zip(self._inputs, self._padding, strict=True):
+        for inputs, padding in zip(self._inputs, self._padding_of(key), strict=True):
             inputs.copy_(padding)
         launch = partial(self._forward, self._inputs.batch(*key))
         if not is_warm:

@@ -191,7 +191,9 @@ class DeviceRunner:
         self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
         self._num_threads = setup.num_step_threads(self.model)
         self.adapters = setup.make_adapters(self.model)
-        self.limits = setup.limits_without_cache(free_at_start, self.model.image_encoder)
+        # See DeviceState.enter_proposals.
+        packs_lines = self.model.packs_lines and self.adapters is None and self.model.image_encoder is None
+        self.limits = setup.limits_without_cache(free_at_start, self.model.image_encoder, packs_lines)
         loaded = time.perf_counter()
         if setup.counts_memory:
             buffers, free_bytes = self._measure(free_at_start)

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
 
+from nanoinfer.engine.interfaces import PACKED_LINES
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.metadata import DecodeBatch
 
 CAPTURE_LINES = 4096  # of padding; a model of 8B computes them in about the time of a capture
-
-LINES = 128  # numbers of packed lines are multiples of it
 
 
 class GraphKey(NamedTuple):
@@ -26,9 +25,8 @@ class GraphKey(NamedTuple):
 
     @classmethod
     def of(cls, batch: DecodeBatch, size: int) -> "GraphKey":
-        """Return the key of the graph for a batch that is padded to so many rows; each row of padding has a line."""
-        num_packed = batch.num_packed and ceil_div(batch.num_packed + size - len(batch.rows), LINES) * LINES
-        num_packed = min(num_packed, size * batch.num_tokens)
+        """Return the key of the graph for a batch that is padded to so many rows."""
+        num_packed = min(ceil_div(batch.num_packed, PACKED_LINES) * PACKED_LINES, size * batch.num_tokens)
         return cls(size, batch.num_tokens, batch.shared_prefixes is not None, num_packed)
 
     @property
@@ -42,9 +40,8 @@ class GraphKey(NamedTuple):
 
     def holds(self, other: "GraphKey") -> bool:
         """Return whether its graph can compute what another one is for."""
-        more = self.num_rows - other.num_rows
         is_of_kind = self[1:3] == other[1:3] and bool(self.num_packed) == bool(other.num_packed)
-        return is_of_kind and more >= 0 and self.num_lines >= other.num_lines + (more if self.num_packed else 0)
+        return is_of_kind and self.num_rows >= other.num_rows and self.num_lines >= other.num_lines
 
 
 class StandIns:

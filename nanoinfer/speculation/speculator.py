@@ -14,17 +14,17 @@ import logging
 import math
 import time
 from array import array
-from collections import Counter
 from itertools import accumulate, takewhile
-from operator import mul
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interfaces import RunnerLimits
+from nanoinfer.engine.interfaces import RunnerLimits, row_sizes
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
-from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller
+from nanoinfer.speculation.controller import FEW_ROWS, MOST_EQUAL, Acceptance, Controller, Size
 from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
+from nanoinfer.speculation.offers import Kind, Offers
 from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculation.watch import MAX_WATCHED, Watch
 from nanoinfer.speculative_config import SpeculativeOptions
@@ -37,18 +37,20 @@ ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
+NOTHING = Offers([], 0, {}, [], packs=False)
 
 
 class StepStart(NamedTuple):
     """Says what was known when a step began.
 
-    num_proposed: of each row; None if the step overlaps with the one before it. num_tokens: that had been generated.
+    num_lines: see `Controller.note`; None if the step overlaps with the one before it. num_tokens: that had been
+    generated.
     num_overlapped: steps up to this one that overlap, one after the other.
     """
 
     time: float  # perf_counter
     num_rows: int
-    num_proposed: int | None
+    num_lines: int | None
     num_tokens: int
     num_overlapped: int
 
@@ -66,6 +68,7 @@ class DraftedRow:
         self.num_followed = 0
         self.draft: list[int] = []
         self.num_forced = self.num_equal = 0
+        self.kind = Kind(0, 0, 0)
 
     def follow(self, most: int, of_text: Acceptance, of_forms: Acceptance, takes_short: bool) -> None:
         """Judge the draft by the tokens that have come, and draft at most so many for what comes next."""
@@ -82,11 +85,8 @@ class DraftedRow:
             forced = [*self.seq.constraint.forced()][:most]
             self.num_forced = len(forced)
             self.draft[: self.num_forced] = forced
-
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        """What its proposals are believed by: forced ones, equal tokens before them, all that are drafted."""
-        return self.num_forced, self.num_equal, len(self.draft)
+        if self.draft:
+            self.kind = Kind(self.num_forced, self.num_equal, len(self.draft))
 
     def _judge(self, came: "array[int]", of_text: Acceptance, of_forms: Acceptance) -> None:
         right, num_forced = num_right(self.draft, came), self.num_forced
@@ -101,18 +101,25 @@ class Speculator:
     """Proposes what sequences of an engine go on with. See `Proposer`.
 
     max_num_tokens: of a row. overlaps: whether plain steps are launched before the tokens of the last one are
-    collected. stats: the engine's, where the time is counted that proposals have saved.
+    collected. stats: the engine's, where the time is counted that proposals have saved. packs_lines: see RunnerLimits.
     """
 
-    def __init__(self, options: SpeculativeOptions, max_num_tokens: int, overlaps: bool, stats: EngineMetrics) -> None:
+    def __init__(
+        self,
+        options: SpeculativeOptions,
+        max_num_tokens: int,
+        overlaps: bool,
+        stats: EngineMetrics,
+        packs_lines: bool = False,
+    ) -> None:
         self.max_num_tokens = max_num_tokens
         self._options, self._overlaps, self._stats = options, overlaps, stats
         self._answers = EarlierAnswers(options.suffix_decoding_max_cached_requests)
         self._learns = options.method == "suffix"
-        self._controller = Controller(max_num_tokens)
+        self._controller, self._packs_lines = Controller(), packs_lines
+        self._choices = [size - 1 for size in row_sizes(max_num_tokens + 1)]
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
-        self._num_worth: dict[tuple[int, int, int], int] = {}  # proposals, by the kind of a row
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
@@ -123,7 +130,7 @@ class Speculator:
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
         if not self._pays:
-            promises = self._choose_by_watched(seqs, num_unknown=1) > 0
+            promises = self._choose_by_watched(seqs, num_unknown=1) is not None
             self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
         self._is_asked = not self._pays
         return self._pays
@@ -134,41 +141,46 @@ class Speculator:
         overlaps = in_flight and self._overlaps
         self._note_step(len(seqs), overlaps)
         self._notice_ends(seqs)
-        num_proposed = 0
+        num_lines = 0
         proposed: list[list[int]] = []
         if not in_flight:
-            looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
+            looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) is not None
             rows = [self._row_of(seq) for seq in seqs] if looks else []
-            expected = self._expected(len(seqs), rows)
-            num_proposed = self._controller.choose(len(seqs), expected, has_waited=True)
-            pays = self._controller.choose(len(seqs), expected) > 0
-            if self._last is not None and self._last.num_proposed is None:
+            offers = self._offers(seqs, rows)
+            size = self._controller.choose(len(seqs), offers.sizes, has_waited=True)
+            pays = self._controller.choose(len(seqs), offers.sizes) is not None
+            if self._last is not None and self._last.num_lines is None:
                 self._watch.note(was_right=pays)
             is_known = self._controller.plain_seconds(len(seqs)) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
-            if num_proposed:
-                proposed = [self._proposals_of(row, num_proposed) for row in rows]
+            if size is not None:
+                num_lines, proposed = size.num_lines, offers.take(size)
         self._last = StepStart(
             time=time.perf_counter(),
             num_rows=len(seqs),
-            num_proposed=None if overlaps else num_proposed,
+            num_lines=None if overlaps else num_lines,
             num_tokens=self._stats.num_generated_tokens,
             num_overlapped=self._last.num_overlapped + 1 if overlaps and self._last is not None else int(overlaps),
         )
         return proposed
 
-    def _proposals_of(self, row: DraftedRow | None, most: int) -> list[int]:
-        """Return as many of a row's draft as are worth their lines, at most so many."""
-        return row.draft[: min(most, self._num_worth[row.kind])] if row and row.draft else []
+    def _offers(self, seqs: list[Sequence], rows: list[DraftedRow | None], num_unknown: int = 0) -> Offers:
+        """Return what could be proposed to these sequences. rows: of all of them, or of some."""
+        for row in rows:
+            if row is not None and row.draft:
+                break
+        else:
+            return NOTHING
+        packs = self._packs_lines and len(seqs) > FEW_ROWS and not any(map(attrgetter("constraint"), seqs))
+        return Offers(rows, len(seqs), self._chances(len(seqs), rows, num_unknown), self._choices, packs)
 
-    def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
-        """Return how many tokens to propose for each, as far as the few rows say that are watched and stand for all."""
+    def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> Size | None:
+        """Return how large a step to propose, as far as the few rows say that are watched and stand for all."""
         watched = seqs
         if len(seqs) > MAX_WATCHED:
             watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
         rows = [self._row_of(seq) for seq in watched]
-        expected = self._expected(len(seqs), rows, num_unknown)
-        return self._controller.choose(len(seqs), expected) if expected else 0
+        return self._controller.choose(len(seqs), self._offers(seqs, rows, num_unknown).sizes)
 
     def _row_of(self, seq: Sequence) -> DraftedRow | None:
         """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals."""
@@ -181,27 +193,22 @@ class Speculator:
         row.follow(self.max_num_tokens, self._of_text, self._of_forms, len(self._seqs) <= MAX_SHORT)
         return row
 
-    def _expected(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> list[float]:
-        """Return how many of so many sequences are expected to have a right proposal first, second, and so on.
+    def _chances(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> dict[Kind, list[float]]:
+        """Return the probability that a row's first proposal counts, its second, and so on, by the kind of the row.
 
-        Drafts are cut where proposals are not worth their lines. rows: of all of them, or of some. num_unknown: tokens
-        that come before the next step, so drafts have to be right about them, too.
+        Unlikely proposals are left out. num_unknown: tokens that come before the next step, so drafts have to be right
+        about them, too.
         """
-        share, least = len(rows) / max(1, num_seqs), min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE)
-        expected, self._num_worth = list[float](), {}
-        drafts = Counter([row.kind for row in rows if row and row.draft])
-        for kind, count in drafts.items():  # rows of a kind, of which there are few
+        least, chances = min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE), dict[Kind, list[float]]()
+        for kind in {row.kind for row in rows if row and row.draft}:
             num_forced, num_equal, num_drafted = kind
             each = self._of_forms.probabilities(0, num_forced) if num_forced else []
             if num_free := num_drafted - num_forced:
                 each += self._of_text.probabilities(num_equal + num_forced, num_free + num_unknown)
             right = math.prod(each[:num_unknown])
-            chances = [*takewhile(lambda chance: chance >= least, accumulate(each[num_unknown:], mul, initial=1.0))][1:]
-            self._num_worth[kind] = len(chances)
-            expected += [0.0] * (len(chances) - len(expected))
-            for place, chance in enumerate(chances):
-                expected[place] += right * chance * count / share
-        return expected
+            likely = takewhile(lambda chance: chance >= least, accumulate(each[num_unknown:], mul, initial=1.0))
+            chances[kind] = [right * chance for chance in [*likely][1:]]
+        return chances
 
     def _notice_ends(self, seqs: list[Sequence]) -> None:
         """Forget sequences that have finished; "suffix" remembers their answers."""
@@ -222,7 +229,7 @@ class Speculator:
         last = self._last
         if last is None or last.num_rows != num_rows or num_rows == 0:
             return
-        seconds, num_before = time.perf_counter() - last.time, last.num_proposed
+        seconds, num_before = time.perf_counter() - last.time, last.num_lines
         # The first ones that overlap are launched faster than the device computes.
         if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (num_before == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
@@ -247,4 +254,6 @@ def make_speculator(config: EngineConfig, limits: RunnerLimits, stats: EngineMet
             options.num_speculative_tokens,
             max_num_tokens,
         )
-    return Speculator(options, max_num_tokens, config.overlap, stats) if max_num_tokens > 0 else None
+    if max_num_tokens == 0:
+        return None
+    return Speculator(options, max_num_tokens, config.overlap, stats, limits.packs_lines)

@@ -401,3 +401,17 @@ def test_packed_lines_are_those_of_rows_one_after_the_other() -> None:
     inputs = lines.take(*torch.arange(9).expand(3, 9))
     assert inputs[0][:6].tolist() == inputs[2][:6].tolist() == [0, 1, 3, 6, 7, 8]
     assert inputs[2][6:].tolist() == [-1, -1]
+
+
+def test_rows_of_padding_have_no_packed_lines() -> None:
+    counts = torch.tensor([2, 1, 0, 0], dtype=torch.int32)
+    lines = PackedLines.of(DecodeBatch(counts, None, num_tokens=2, num_row_tokens=counts, num_packed=3))
+    assert lines is not None
+    assert lines.unpacked.tolist() == [0, 1, 2]
+    assert lines.are_own.all()
+    assert lines.packed[:4].tolist() == [0, 1, 2, 2]
+    assert set(lines.packed[4:].tolist()) <= {0, 1, 2}, "attention reads any of them"
+    nothing = PackedLines.of(DecodeBatch(counts, None, 2, torch.zeros_like(counts), num_packed=3))
+    assert nothing is not None
+    assert not nothing.are_own.any()
+    assert nothing.packed.min() >= 0, "a graph is captured with padding alone"

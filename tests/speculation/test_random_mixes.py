@@ -13,7 +13,7 @@ import pytest
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.speculation.controller import Controller
+from nanoinfer.speculation.controller import Controller, Size
 from nanoinfer.speculation.speculator import Speculator
 from tests.engine.test_rows_of_several_tokens import MODELS, PARAMS, folders
 from tests.proposers import assert_same_answers, engine_of
@@ -102,8 +102,8 @@ def test_random_mixes_answer_as_without_proposals(
     params = [replace(rng.choice(kinds), seed=rng.randrange(100)) for _ in prompts]
     expected = plain(model).generate(prompts, params, use_tqdm=False)
 
-    def choose(controller: Controller, _num_rows: int, expected: list[float], has_waited: bool = False) -> int:
-        return rng.choice((0, *controller.choices)) if expected else 0
+    def choose(_controller: Controller, _num_rows: int, sizes: list[Size], has_waited: bool = False) -> Size | None:
+        return rng.choice((None, *sizes))
 
     monkeypatch.setattr(Controller, "choose", choose)
     monkeypatch.setattr(Controller, "plain_seconds", lambda *_: 1e-3)
