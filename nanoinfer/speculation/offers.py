@@ -1,4 +1,4 @@
-"""Ranks what could be proposed to the rows of a step, so that each line goes to the proposal that is likeliest to count.
+"""Ranks what could be proposed to the rows of a step, so that its lines go to the likeliest proposals.
 
 Rows whose drafts are believed by the same things are of one kind. There are few kinds, so a step of many rows is ranked
 in little time. A proposal counts only if those before it are right. So it is never likelier than they are, and whatever

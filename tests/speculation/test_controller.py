@@ -30,7 +30,7 @@ def learned(plain: float, costs: dict[int, float], num_rows: int = 1) -> Control
 
 
 def choose(controller: Controller, num_rows: int, expected: list[float]) -> int:
-    """The number of proposals of each row. expected: how many rows have a right one in the first place, the second..."""
+    """The number of proposals of each row. expected: how many rows have a right one in the first place, and so on."""
     most = len(expected)
     sizes = [Size(num_rows * (1 + number), sum(expected[:number])) for number in (1, 2, 4, 8) if number < 2 * most]
     size = controller.choose(num_rows, sizes)
