@@ -33,7 +33,8 @@ class Proposer(Protocol):
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next decode step waits until the one in flight is collected, to have proposals.
 
-        seqs: all that run. It is asked only if the step in flight has none.
+        seqs: all that run. If the step in flight has proposals, the next one waits whatever is returned: this is the
+        time for work that needs none of its tokens, since a device computes them meanwhile.
         """
 
     def propose(self, seqs: list[Sequence]) -> abc.Sequence[abc.Sequence[int]]:

@@ -338,7 +338,7 @@ class Scheduler:
 
         With proposals they are several tokens. Such a step, and the one after it, waits for the step in flight.
         """
-        if in_flight and (self._has_proposals or (proposer is not None and proposer.waits(self.running))):
+        if in_flight and ((proposer is not None and proposer.waits(self.running)) or self._has_proposals):
             return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [

@@ -35,16 +35,18 @@ class Acceptance:
         self._num_judged = [NUM_TRUSTED] * (1 + most_equal)
         self._decay = decay
 
-    def judge(self, num_equal: int, num_right: int, num_judged: int) -> None:
-        """Note that so many proposals of a row were judged, one after the other, and so many were right.
+    def judge(self, num_equal: int, num_right: int, num_judged: int, num_rows: int = 1) -> None:
+        """Note that so many proposals of rows were judged, one after the other, and so many were right.
 
-        num_equal: tokens before the first of them.
+        num_equal: tokens before the first of them. num_rows: with the same proposals judged.
         """
-        rights, totals, decay, last = self._num_right, self._num_judged, self._decay, len(self._num_right) - 1
+        rights, totals, last = self._num_right, self._num_judged, len(self._num_right) - 1
+        kept = self._decay**num_rows
+        added = (1.0 - kept) / (1.0 - self._decay)  # what num_rows add one after the other
         for place in range(num_judged):
             kind = min(num_equal + place, last)
-            rights[kind] = decay * rights[kind] + (place < num_right)
-            totals[kind] = decay * totals[kind] + 1.0
+            rights[kind] = kept * rights[kind] + added * (place < num_right)
+            totals[kind] = kept * totals[kind] + added
 
     def probabilities(self, num_equal: int, count: int) -> list[float]:
         """Return the probability of each of so many proposals. num_equal: tokens before the first of them."""

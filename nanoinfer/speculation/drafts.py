@@ -37,6 +37,13 @@ class Draft(NamedTuple):
     score: float
 
 
+class Ahead(NamedTuple):
+    """Says how a copy goes on if the next tokens are what is expected: what is drafted then."""
+
+    expected: "array[int]"
+    token_ids: list[int]
+
+
 class Match(NamedTuple):
     """Places in a text after the last tokens of another, the newest first. score: see Draft."""
 
@@ -132,6 +139,32 @@ class TextDrafts:
         if self._places:
             return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
         return self._draft_from_few(most) if takes_short and self._is_suffix else []
+
+    def look_ahead(self, num_proposed: int, most: int) -> Ahead | None:
+        """Return what `draft` will return once so many proposals were right, and the token after them is the source's.
+
+        None where there is not one place alone, or not enough after it.
+        """
+        if len(self._places) != 1:
+            return None
+        start = self._places[0] + num_proposed + 1
+        trusted = min(self._num_trusted + num_proposed + 1, self._max_match)
+        end = start + self._limited(most, trusted)
+        tokens = self._source[self._places[0] : end]
+        if len(self._source) < end or END in tokens:
+            return None
+        return Ahead(tokens[: num_proposed + 1], tokens[num_proposed + 1 :].tolist())
+
+    def follow_ahead(self, ahead: Ahead) -> list[int]:
+        """Take in the tokens that were expected, which were appended to the text; return what comes next."""
+        count = len(ahead.expected)
+        self._num_followed += count
+        self._places, self._has_missed = [self._places[0] + count], False
+        self._num_matched += count
+        self.num_equal += count
+        self.num_before = self.num_equal
+        self._num_trusted = min(self._num_trusted + count, self._max_match)
+        return ahead.token_ids
 
     def _draft_from_few(self, most: int) -> list[int]:
         """Return what follows the newest token elsewhere in the text, without a copy that would be followed."""

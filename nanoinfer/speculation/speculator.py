@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from array import array
+from collections import Counter
 from itertools import accumulate, takewhile
 from operator import attrgetter, mul
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from nanoinfer.engine.interfaces import RunnerLimits, row_sizes
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.speculation.controller import FEW_ROWS, MOST_EQUAL, Acceptance, Controller, Size
-from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
+from nanoinfer.speculation.drafts import Ahead, EarlierAnswers, TextDrafts
 from nanoinfer.speculation.offers import Kind, Offers
 from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculation.watch import MAX_WATCHED, Watch
@@ -55,46 +56,48 @@ class StepStart(NamedTuple):
     num_overlapped: int
 
 
+class Verdict(NamedTuple):
+    """Holds a draft, and the tokens that came in its place, of which as many count as are right and one more."""
+
+    kind: Kind
+    draft: list[int]
+    came: "array[int]"
+
+
 class DraftedRow:
     """A sequence, and what it may go on with.
 
-    draft: as of the tokens that `drafts` has followed. num_forced: how many of its tokens, from the first one on, the
-    sequence's form leaves no choice about. They take the place of as many that the text would repeat. num_equal: tokens
-    before the draft, as `TextDrafts` counts them.
+    draft: as of the tokens that `drafts` has followed. Those that the sequence's form leaves no choice about come
+    first. They take the place of as many that the text would repeat. ahead: what is drafted next if all goes well.
     """
 
     def __init__(self, seq: Sequence, drafts: TextDrafts) -> None:
         self.seq, self.drafts = seq, drafts
         self.num_followed = 0
         self.draft: list[int] = []
-        self.num_forced = self.num_equal = 0
         self.kind = Kind(0, 0, 0)
+        self.ahead: Ahead | None = None
 
-    def follow(self, most: int, of_text: Acceptance, of_forms: Acceptance, takes_short: bool) -> None:
-        """Judge the draft by the tokens that have come, and draft at most so many for what comes next."""
-        tokens = self.seq.token_ids
-        if self.num_followed == len(tokens):
-            return
-        if self.draft:
-            self._judge(tokens[self.num_followed : self.num_followed + len(self.draft)], of_text, of_forms)
-        self.drafts.follow()
+    def follow(self, most: int, takes_short: bool) -> Verdict | None:
+        """Draft at most so many tokens for what comes next; return how the last draft did, if there was one."""
+        tokens, first = self.seq.token_ids, self.num_followed
+        if first == len(tokens):
+            return None
+        verdict = Verdict(self.kind, self.draft, tokens[first : first + len(self.draft)]) if self.draft else None
         self.num_followed = len(tokens)
-        self.draft = self.drafts.draft(most, takes_short)
-        self.num_equal = min(self.drafts.num_before, MOST_EQUAL)  # so that rows are of few kinds
+        if self.ahead is not None and tokens[first:] == self.ahead.expected:
+            self.draft = self.drafts.follow_ahead(self.ahead)
+        else:
+            self.drafts.follow()
+            self.draft = self.drafts.draft(most, takes_short)
+        self.ahead, num_forced = None, 0
         if self.seq.constraint is not None:
             forced = [*self.seq.constraint.forced()][:most]
-            self.num_forced = len(forced)
-            self.draft[: self.num_forced] = forced
-        if self.draft:
-            self.kind = Kind(self.num_forced, self.num_equal, len(self.draft))
-
-    def _judge(self, came: "array[int]", of_text: Acceptance, of_forms: Acceptance) -> None:
-        right, num_forced = num_right(self.draft, came), self.num_forced
-        judged = min(right + 1, len(came))
-        if num_forced:
-            of_forms.judge(0, min(right, num_forced), min(judged, num_forced))
-        if judged > num_forced:
-            of_text.judge(self.num_equal + num_forced, right - num_forced, judged - num_forced)
+            num_forced = len(forced)
+            self.draft[:num_forced] = forced
+        if self.draft:  # few numbers of equal tokens, so that rows are of few kinds
+            self.kind = Kind(num_forced, min(self.drafts.num_before, MOST_EQUAL), len(self.draft))
+        return verdict
 
 
 class Speculator:
@@ -120,6 +123,8 @@ class Speculator:
         self._choices = [size - 1 for size in row_sizes(max_num_tokens + 1)]
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
+        self._verdicts: list[Verdict] = []  # from which nothing was learned yet
+        self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # rows of the last step; of each
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
@@ -129,11 +134,36 @@ class Speculator:
 
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
+        if self._proposed:
+            self._use_time()
+            return True
         if not self._pays:
             promises = self._choose_by_watched(seqs, num_unknown=1) is not None
             self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
         self._is_asked = not self._pays
         return self._pays
+
+    def _use_time(self) -> None:
+        """Do what does not depend on the tokens of the step in flight, which has proposals: the device computes it."""
+        self._learn()
+        for row, proposed in zip(self._drafted, self._proposed, strict=True):
+            if row is not None and row.seq.constraint is None:
+                row.ahead = row.drafts.look_ahead(len(proposed), self.max_num_tokens)
+
+    def _learn(self) -> None:
+        """Learn from the drafts that were followed how likely proposals are. Rows often have the same to say."""
+        of_forms, of_text = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+        for (num_forced, num_equal, _), draft, came in self._verdicts:
+            right = num_right(draft, came)
+            judged = min(right + 1, len(came))
+            if num_forced:
+                of_forms[0, min(right, num_forced), min(judged, num_forced)] += 1
+            if judged > num_forced:
+                of_text[num_equal + num_forced, right - num_forced, judged - num_forced] += 1
+        self._verdicts.clear()
+        for acceptance, its in ((self._of_forms, of_forms), (self._of_text, of_text)):
+            for verdict, num_rows in its.items():
+                acceptance.judge(*verdict, num_rows)
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
         """Return the ids of the tokens that each sequence may go on with; an empty list if none has any."""
@@ -141,8 +171,9 @@ class Speculator:
         overlaps = in_flight and self._overlaps
         self._note_step(len(seqs), overlaps)
         self._notice_ends(seqs)
-        num_lines = 0
-        proposed: list[list[int]] = []
+        if self._verdicts:
+            self._learn()
+        num_lines, self._drafted, self._proposed = 0, [], []
         if not in_flight:
             looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) is not None
             rows = [self._row_of(seq) for seq in seqs] if looks else []
@@ -154,7 +185,7 @@ class Speculator:
             is_known = self._controller.plain_seconds(len(seqs)) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
             if size is not None:
-                num_lines, proposed = size.num_lines, offers.take(size)
+                num_lines, self._drafted, self._proposed = size.num_lines, rows, offers.take(size)
         self._last = StepStart(
             time=time.perf_counter(),
             num_rows=len(seqs),
@@ -162,7 +193,7 @@ class Speculator:
             num_tokens=self._stats.num_generated_tokens,
             num_overlapped=self._last.num_overlapped + 1 if overlaps and self._last is not None else int(overlaps),
         )
-        return proposed
+        return self._proposed
 
     def _offers(self, seqs: list[Sequence], rows: list[DraftedRow | None], num_unknown: int = 0) -> Offers:
         """Return what could be proposed to these sequences. rows: of all of them, or of some."""
@@ -190,7 +221,9 @@ class Speculator:
         if row is None:
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts)
-        row.follow(self.max_num_tokens, self._of_text, self._of_forms, len(self._seqs) <= MAX_SHORT)
+        verdict = row.follow(self.max_num_tokens, takes_short=len(self._seqs) <= MAX_SHORT)
+        if verdict is not None:
+            self._verdicts.append(verdict)
         return row
 
     def _chances(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> dict[Kind, list[float]]:

@@ -132,6 +132,7 @@ def run(spec: Speculator, stats: EngineMetrics, seqs: list[Sequence], texts: lis
         num_steps += 1
         if proposed:
             assert not pending
+            assert spec.waits(seqs), "its tokens are not known"
             take(seqs, texts, proposed, stats)
         else:
             if pending:
@@ -265,6 +266,7 @@ def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
     assert spec._rows[seq].draft == [60, 62, 52, 53]
     seq.token_ids.extend([60, 62, 7])
     spec.propose([seq])
+    spec._learn()
     assert spec._of_forms.probabilities(0, 1)[0] > FORM_PRIOR
     assert spec._of_text.probabilities(5, 1)[0] < 0.5
 
