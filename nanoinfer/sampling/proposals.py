@@ -5,6 +5,9 @@ of its own position. So the drawn tokens up to the first wrong proposal, and the
 of single steps: they count, and `enter_counted` enters them.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from nanoinfer.device import to_device
 from nanoinfer.engine.packet import AllSections, UploadedSections
+from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.layers.attention.metadata import DecodeBatch
 
 MIN_SPARED = 64  # lines
@@ -76,6 +80,29 @@ class Proposals(NamedTuple):
         if self.own_lines is not None:
             num_tokens, num_packed = max_row_tokens if has_graphs else num_tokens, len(self.own_lines)
         return batch._replace(num_tokens=num_tokens, num_row_tokens=self.num_row_tokens, num_packed=num_packed)
+
+    def masks_of_lines(self, masks: TokenMasks) -> TokenMasks:
+        """Return masks of tokens, each of which is row * num_tokens + its place in the row, as masks of their lines."""
+        if self.own_lines is None:
+            return masks
+        starts = [0, *accumulate(self.host_counts)]
+
+        def lines(indices: Iterable[int]) -> list[int]:
+            return [starts[index // self.num_tokens] + index % self.num_tokens for index in indices]
+
+        def packed(rows: RowMasks | None) -> RowMasks | None:
+            return rows and rows._replace(batch_indices=lines(rows.batch_indices))
+
+        functions = dict(zip(lines(masks.functions), masks.functions.values(), strict=True))
+        return TokenMasks(packed(masks.grammars), packed(masks.token_sets), functions)
+
+    def token_of(self, line: int) -> int:
+        """Return which token of the step a line is: its row * num_tokens + its place in the row."""
+        if self.own_lines is None:
+            return line
+        ends = [*accumulate(self.host_counts)]
+        row = bisect_right(ends, line)
+        return row * self.num_tokens + line - (ends[row] - self.host_counts[row])
 
     def rows_of_lines(self, host_rows: list[int]) -> list[int]:
         """Return the row of each line of a step, given those of the step."""

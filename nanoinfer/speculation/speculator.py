@@ -16,7 +16,7 @@ import time
 from array import array
 from collections import Counter
 from itertools import accumulate, takewhile
-from operator import attrgetter, mul
+from operator import mul
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
@@ -202,7 +202,7 @@ class Speculator:
                 break
         else:
             return NOTHING
-        packs = self._packs_lines and len(seqs) > FEW_ROWS and not any(map(attrgetter("constraint"), seqs))
+        packs = self._packs_lines and len(seqs) > FEW_ROWS
         return Offers(rows, len(seqs), self._chances(len(seqs), rows, num_unknown), self._choices, packs)
 
     def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> Size | None:
