@@ -11,6 +11,7 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.side_outputs import SideOutput
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
+from nanoinfer.integers import ceil_div
 from nanoinfer.metrics import StepEvent
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Errors
@@ -97,7 +98,15 @@ class RunnerLimits:
         return max(self.max_num_batched_tokens, self.max_row_tokens)
 
 
-PACKED_LINES = 128  # a decode step whose rows have no padding between them computes a multiple of so many tokens
+FEW_ROWS = 16  # up to so many, padding between rows of several tokens costs a GPU nothing
+
+
+def packed_step(num_rows: int) -> int:
+    """Return the number whose multiples decode steps of so many rows compute, where their lines are packed.
+
+    These are few numbers, because each has CUDA graphs of its own.
+    """
+    return ceil_div(num_rows, 128) * 128
 
 
 def row_sizes(max_row_tokens: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner.graph_pool import GraphPool, Launches
-from nanoinfer.runner.stand_ins import GraphKey, StandIns
+from nanoinfer.runner.stand_ins import GraphKey, StandIns, packed_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW
 
 Forward = Callable[[DecodeBatch], None]
@@ -38,11 +38,6 @@ def several_tokens_graph_sizes(sizes: list[int]) -> list[int]:
     return [size for size in sizes if size in (1, 2, 4, 8, 16) or size % 32 == 0 or size == max(sizes)]
 
 
-def packed_graph_sizes(sizes: list[int]) -> list[int]:
-    """Return those batch sizes that steps of packed lines have. They are few: rows of padding have no lines there."""
-    return [size for size in sizes if size in (16, 32, 64) or size % 128 == 0 or size == max(sizes)]
-
-
 class GraphInputs(NamedTuple):
     """Holds what graphs read of a batch, each (max_rows,) int32; see DecodeBatch and SharedPrefixes."""
 
@@ -52,8 +47,8 @@ class GraphInputs(NamedTuple):
     num_row_tokens: Tensor
 
     @classmethod
-    def padding(cls, max_rows: int, device: torch.device, num_row_tokens: int = 1) -> "GraphInputs":
-        """Return padding rows: without a context, they share no prefix. num_row_tokens: of each; 0 in packed lines."""
+    def padding(cls, max_rows: int, device: torch.device, num_row_tokens: int) -> "GraphInputs":
+        """Return padding rows: without a context, they share no prefix."""
 
         def full(number: int) -> Tensor:
             return torch.full((max_rows,), number, dtype=torch.int32, device=device)
@@ -105,9 +100,10 @@ class DecodeGraphs:
         least_free: int = 0,
     ) -> None:
         self._forward = forward
-        self._padding = GraphInputs.padding(max(sizes), device)
-        self._packed_padding = GraphInputs.padding(max(sizes), device, num_row_tokens=0)
-        self._inputs = GraphInputs.padding(max(sizes), device)
+        self._padding = [
+            GraphInputs.padding(max(sizes), device, count) for count in (1, 0)
+        ]  # the second in packed lines
+        self._inputs = GraphInputs.padding(max(sizes), device, 1)
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph | Launches] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
@@ -115,7 +111,7 @@ class DecodeGraphs:
         self._stand_ins, self._pool = StandIns(), GraphPool(device, least_free)
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
-            self._capture(GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0), is_warm)
+            self.capture(GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0), is_warm)
 
     def replay(self, batch: DecodeBatch) -> None:
         """Run `forward` for the rows of a batch, and for padding after them."""
@@ -125,15 +121,12 @@ class DecodeGraphs:
         key = GraphKey.of(batch, sizes[bisect_left(sizes, len(batch.rows))])  # of the smallest that holds the batch
         key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
-            self._capture(key, is_late=True)
-        self._inputs.fill(batch, self._padding_of(key), key.num_rows)
+            self.capture(key, is_late=True)
+        self._inputs.fill(batch, self._padding[key.num_packed > 0], key.num_rows)
         self._graphs[key].replay()
 
-    def _padding_of(self, key: GraphKey) -> GraphInputs:
-        return self._packed_padding if key.num_packed else self._padding
-
-    def _capture(self, key: GraphKey, is_warm: bool = False, is_late: bool = False) -> None:
-        for inputs, padding in zip(self._inputs, self._padding_of(key), strict=True):
+    def capture(self, key: GraphKey, is_warm: bool = False, is_late: bool = False) -> None:
+        for inputs, padding in zip(self._inputs, self._padding[key.num_packed > 0], strict=True):
             inputs.copy_(padding)
         launch = partial(self._forward, self._inputs.batch(*key))
         if not is_warm:

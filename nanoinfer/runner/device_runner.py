@@ -31,6 +31,7 @@ from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_toke
 from nanoinfer.runner.device_state import StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
+from nanoinfer.runner.stand_ins import packed_graph_sizes, usual_packed_keys
 from nanoinfer.runner.step_images import HeldImages
 from nanoinfer.runner.step_tables import PADDING_ROW
 
@@ -269,6 +270,9 @@ class DeviceRunner:
             for num_tokens in row_sizes(self.limits.max_row_tokens):  # compiles what larger batches need, too
                 row = torch.full((1,), PADDING_ROW, dtype=torch.int32, device=self.device)
                 graphs.replay(DecodeBatch(row, None, num_tokens, torch.ones_like(row)))
+            if self.limits.packs_lines and self.limits.max_row_tokens > 1:
+                for key in usual_packed_keys(packed_graph_sizes(sizes), self.limits.max_row_tokens):
+                    graphs.capture(key)
             runner.state.decode_graphs = graphs
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait

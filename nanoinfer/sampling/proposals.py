@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import to_device
+from nanoinfer.engine.interfaces import FEW_ROWS
 from nanoinfer.engine.packet import AllSections, UploadedSections
 from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.layers.attention.metadata import DecodeBatch
 
-MIN_SPARED = 64  # lines
 PADDING_LINE = -1  # the host row of a line that is none of a row's own
 
 
@@ -54,10 +54,9 @@ class Proposals(NamedTuple):
         return len(self.host_counts) * self.num_tokens if self.own_lines is None else len(self.own_lines)
 
     def packed(self) -> "Proposals":
-        """Return the same with packed lines, if that leaves out so many of them that the step takes less time."""
-        num_own, device = sum(self.host_counts), self.token_ids.device
-        least = 1 if device.type == "cpu" else max(MIN_SPARED, self.num_lines // 8)  # few more lines cost a GPU nothing
-        if self.num_lines - num_own < least:
+        """Return the same with packed lines, where the step takes less time so."""
+        device, num_rows = self.token_ids.device, len(self.host_counts)
+        if sum(self.host_counts) == self.num_lines or (device.type != "cpu" and num_rows <= FEW_ROWS):
             return self
         are_own = np.arange(self.num_tokens) < np.array(self.host_counts)[:, None]
         return self._replace(own_lines=to_device(torch.from_numpy(np.flatnonzero(are_own)), device))

@@ -9,6 +9,7 @@ of tokens. Until such steps have been measured three times, their cost is a gues
 from collections import Counter, deque
 from typing import NamedTuple
 
+from nanoinfer.engine.interfaces import FEW_ROWS
 from nanoinfer.integers import ceil_div
 
 NUM_KEPT = 5  # measurements of a kind of step; their median counts
@@ -16,7 +17,6 @@ NUM_NEEDED, NUM_TRIED = 2, 3  # of plain steps, and of those that waited: fewer 
 MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
 GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
 GUESSED_LINES = 1024  # of so many more, a step is guessed to take twice as long
-FEW_ROWS = 16
 NUM_REMEMBERED = 512  # plain steps after which what proposals cost is forgotten, and tried again
 NUM_TRUSTED = 4.0  # proposals that an estimate begins with
 MOST_EQUAL = 16  # tokens that estimates tell apart

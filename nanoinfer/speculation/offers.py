@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from nanoinfer.engine.interfaces import PACKED_LINES
+from nanoinfer.engine.interfaces import packed_step
 from nanoinfer.integers import ceil_div
 from nanoinfer.speculation.controller import Size, rounded_rows
 
@@ -63,12 +63,8 @@ class Offers:
 
     def _packed(self, ranked: list[tuple[float, Kind]]) -> list[Size]:
         """Return the sizes of a step whose rows have no padding between them. The likeliest proposals fill each."""
-        sizes = list[Size]()
-        num_lines, num_right, num_taken = (
-            ceil_div(self._num_seqs + 1, PACKED_LINES) * PACKED_LINES,
-            0.0,
-            float(self._num_seqs),
-        )
+        sizes, step, num_right, num_taken = list[Size](), packed_step(self._num_seqs), 0.0, float(self._num_seqs)
+        num_lines = ceil_div(self._num_seqs + 1, step) * step
         for chance, kind in ranked:
             num_left = self._counts[kind] * self._weight
             while num_taken + num_left > num_lines:
@@ -76,10 +72,10 @@ class Offers:
                 num_left -= num_lines - num_taken
                 num_taken = num_lines
                 sizes.append(Size(num_lines, num_right))
-                num_lines += PACKED_LINES
+                num_lines += step
             num_taken += num_left
             num_right += num_left * chance
-        if num_taken > max(self._num_seqs, num_lines - PACKED_LINES):
+        if num_taken > max(self._num_seqs, num_lines - step):
             sizes.append(Size(num_lines, num_right))
         return sizes
 

@@ -20,10 +20,10 @@ from operator import mul
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interfaces import RunnerLimits, row_sizes
+from nanoinfer.engine.interfaces import FEW_ROWS, RunnerLimits, row_sizes
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
-from nanoinfer.speculation.controller import FEW_ROWS, MOST_EQUAL, Acceptance, Controller, Size
+from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller, Size
 from nanoinfer.speculation.drafts import Ahead, EarlierAnswers, TextDrafts
 from nanoinfer.speculation.offers import Kind, Offers
 from nanoinfer.speculation.text_index import num_right

@@ -16,11 +16,10 @@ from nanoinfer.runner import graph_pool, stand_ins
 from nanoinfer.runner.cuda_graphs import (
     DecodeGraphs,
     graph_sizes,
-    packed_graph_sizes,
     several_tokens_graph_sizes,
     sharing_graph_sizes,
 )
-from nanoinfer.runner.stand_ins import GraphKey, StandIns
+from nanoinfer.runner.stand_ins import GraphKey, StandIns, packed_graph_sizes, usual_packed_keys
 
 
 class StandIn:
@@ -140,6 +139,16 @@ def test_rows_of_padding_have_no_packed_lines(monkeypatch: pytest.MonkeyPatch) -
         graphs.replay(DecodeBatch(torch.arange(num_rows, dtype=torch.int32), None, 3, counts, num_packed=128))
     assert len(forward.calls) == 3 + 2, "one graph, which warms up"
     assert forward.replays[1] == [[*range(40)] + [-1] * 24, [2] * 40 + [0] * 24]
+
+
+def test_few_graphs_of_packed_lines_are_captured_early() -> None:
+    keys = usual_packed_keys(packed_graph_sizes(graph_sizes(256)), num_tokens=9)
+    assert [(key.num_rows, key.num_packed) for key in keys] == [
+        *((256, 1024), (256, 768), (256, 512), (128, 512), (128, 384), (128, 256)),
+        *((64, 256), (64, 128), (32, 128)),
+    ]
+    few = usual_packed_keys(packed_graph_sizes(graph_sizes(20)), num_tokens=2)
+    assert [(key.num_rows, key.num_packed) for key in few] == [(20, 40)], "no more than the rows can have"
 
 
 def test_a_larger_graph_serves_until_its_padding_has_taken_as_long_as_a_capture(
