@@ -126,6 +126,7 @@ class DecodeGraphs:
         self._graphs[key].replay()
 
     def capture(self, key: GraphKey, is_warm: bool = False, is_late: bool = False) -> None:
+        """Capture the graph of this key, with padding alone for inputs."""
         for inputs, padding in zip(self._inputs, self._padding[key.num_packed > 0], strict=True):
             inputs.copy_(padding)
         launch = partial(self._forward, self._inputs.batch(*key))

@@ -15,8 +15,6 @@ places with the same last tokens stand for all, which needs a dict alone.
 
 from array import array
 from collections import Counter
-from contextlib import suppress
-from itertools import islice
 from typing import NamedTuple
 
 from nanoinfer.speculation.text_index import END, TextIndex, count_equal
@@ -126,12 +124,19 @@ class TextDrafts:
             self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
         return position
 
-    def draft(self, most: int, takes_short: bool = True) -> list[int]:
+    def catch_up(self) -> None:
+        """Have lookups find the newest tokens, too."""
+        self._index.extend()
+
+    def draft(self, most: int, takes_short: bool = True, catches_up: bool = True) -> list[int]:
         """Return at most so many tokens that may come next. `num_before` says how many before them are equal.
 
-        takes_short: whether "suffix" may go by fewer than MIN_MATCH of them where nothing else is found.
+        takes_short: whether "suffix" may go by fewer than MIN_MATCH of them where nothing else is found. catches_up:
+        whether the text itself is looked up as far as it goes; else as far as the last `catch_up`.
         """
         if not self._places or (self._has_missed and self._num_trusted < SURE_MATCH):
+            if catches_up:
+                self._index.extend()
             self._look_up(most)
         if not self._places:
             self._resume()
@@ -171,7 +176,7 @@ class TextDrafts:
         self._of_few = self._of_few or TextIndex(self._index.tokens, 1)
         self._of_few.extend()
         tokens = self._index.tokens
-        if not (places := [*islice(self._of_few.places(tokens), MAX_PLACES)]):
+        if not (places := self._of_few.places(tokens, MAX_PLACES)):
             return []
         match = self._best_match(tokens, places, most)
         self.num_before = match.num_equal
@@ -212,16 +217,16 @@ class TextDrafts:
         source, tokens = self._source, self._index.tokens
         if self._num_trusted and len(tokens) - 1 - self._ended_at <= MAX_REPLACED:
             end = min(self._left_at + MAX_REPLACED, len(source) - (source is tokens))
-            with suppress(ValueError):
-                self._places = [source.index(tokens[-1], self._left_at, end) + 1]
+            near, token_id = source[self._left_at : end], tokens[-1]
+            if token_id in near:
+                self._places = [self._left_at + near.index(token_id) + 1]
                 self._num_matched, self.num_equal, self._has_missed = 1, 1, False
 
     def _look_up(self, most: int) -> None:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
-        self._index.extend()
         best = 0.0
         for index in (self._index, *(self._answers.halves if self._is_suffix else [])):
-            if places := [*islice(index.places(self._index.tokens), MAX_PLACES)]:
+            if places := index.places(self._index.tokens, MAX_PLACES):
                 match = self._best_match(index.tokens, places, most)
                 if match.score > best:
                     best = match.score

@@ -7,19 +7,15 @@ comes first in the ranking is the beginning of a draft.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from nanoinfer.engine.interfaces import packed_step
 from nanoinfer.integers import ceil_div
 from nanoinfer.speculation.controller import Size, rounded_rows
 
-
-class Kind(NamedTuple):
-    """Says what the proposals of a row are believed by."""
-
-    num_forced: int  # proposals, the first ones, that a form leaves no choice about
-    num_equal: int  # tokens before the draft that are equal to those before the place it is copied from
-    num_drafted: int  # proposals in all
+# What the proposals of a row are believed by: how many come first that a form leaves no choice about, how many tokens
+# before the draft equal those before the place that it is copied from, and how many proposals there are.
+Kind = tuple[int, int, int]
 
 
 class Drafted(Protocol):

@@ -56,12 +56,8 @@ class StepStart(NamedTuple):
     num_overlapped: int
 
 
-class Verdict(NamedTuple):
-    """Holds a draft, and the tokens that came in its place, of which as many count as are right and one more."""
-
-    kind: Kind
-    draft: list[int]
-    came: "array[int]"
+# The kind of a row, its draft, and the tokens that came in the place of that.
+Verdict = tuple[Kind, list[int], "array[int]"]
 
 
 class DraftedRow:
@@ -75,28 +71,28 @@ class DraftedRow:
         self.seq, self.drafts = seq, drafts
         self.num_followed = 0
         self.draft: list[int] = []
-        self.kind = Kind(0, 0, 0)
+        self.kind: Kind = (0, 0, 0)
         self.ahead: Ahead | None = None
 
-    def follow(self, most: int, takes_short: bool) -> Verdict | None:
+    def follow(self, most: int, takes_short: bool, catches_up: bool) -> Verdict | None:
         """Draft at most so many tokens for what comes next; return how the last draft did, if there was one."""
         tokens, first = self.seq.token_ids, self.num_followed
         if first == len(tokens):
             return None
-        verdict = Verdict(self.kind, self.draft, tokens[first : first + len(self.draft)]) if self.draft else None
+        verdict = (self.kind, self.draft, tokens[first : first + len(self.draft)]) if self.draft else None
         self.num_followed = len(tokens)
         if self.ahead is not None and tokens[first:] == self.ahead.expected:
             self.draft = self.drafts.follow_ahead(self.ahead)
         else:
             self.drafts.follow()
-            self.draft = self.drafts.draft(most, takes_short)
+            self.draft = self.drafts.draft(most, takes_short, catches_up)
         self.ahead, num_forced = None, 0
         if self.seq.constraint is not None:
             forced = [*self.seq.constraint.forced()][:most]
             num_forced = len(forced)
             self.draft[:num_forced] = forced
         if self.draft:  # few numbers of equal tokens, so that rows are of few kinds
-            self.kind = Kind(num_forced, min(self.drafts.num_before, MOST_EQUAL), len(self.draft))
+            self.kind = num_forced, min(self.drafts.num_before, MOST_EQUAL), len(self.draft)
         return verdict
 
 
@@ -134,21 +130,23 @@ class Speculator:
 
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
-        if self._proposed:
-            self._use_time()
-            return True
-        if not self._pays:
+        if not (self._pays or self._proposed):
             promises = self._choose_by_watched(seqs, num_unknown=1) is not None
             self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
-        self._is_asked = not self._pays
-        return self._pays
+            if not self._pays:
+                self._is_asked = True
+                return False
+        self._use_time()
+        return True
 
     def _use_time(self) -> None:
-        """Do what does not depend on the tokens of the step in flight, which has proposals: the device computes it."""
+        """Do what does not depend on the tokens of the step in flight, while a device computes it."""
         self._learn()
-        for row, proposed in zip(self._drafted, self._proposed, strict=True):
-            if row is not None and row.seq.constraint is None:
-                row.ahead = row.drafts.look_ahead(len(proposed), self.max_num_tokens)
+        for row, proposed in zip(self._drafted, self._proposed or [[]] * len(self._drafted), strict=True):
+            if row is not None:
+                row.drafts.catch_up()
+                if row.seq.constraint is None:
+                    row.ahead = row.drafts.look_ahead(len(proposed), self.max_num_tokens)
 
     def _learn(self) -> None:
         """Learn from the drafts that were followed how likely proposals are. Rows often have the same to say."""
@@ -173,7 +171,7 @@ class Speculator:
         self._notice_ends(seqs)
         if self._verdicts:
             self._learn()
-        num_lines, self._drafted, self._proposed = 0, [], []
+        num_lines, rows, self._proposed = 0, list[DraftedRow | None](), []
         if not in_flight:
             looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) is not None
             rows = [self._row_of(seq) for seq in seqs] if looks else []
@@ -185,7 +183,8 @@ class Speculator:
             is_known = self._controller.plain_seconds(len(seqs)) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
             if size is not None:
-                num_lines, self._drafted, self._proposed = size.num_lines, rows, offers.take(size)
+                num_lines, self._proposed = size.num_lines, offers.take(size)
+        self._drafted = rows
         self._last = StepStart(
             time=time.perf_counter(),
             num_rows=len(seqs),
@@ -221,7 +220,8 @@ class Speculator:
         if row is None:
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts)
-        verdict = row.follow(self.max_num_tokens, takes_short=len(self._seqs) <= MAX_SHORT)
+        is_one_of_few = len(self._seqs) <= MAX_SHORT
+        verdict = row.follow(self.max_num_tokens, takes_short=is_one_of_few, catches_up=is_one_of_few)
         if verdict is not None:
             self._verdicts.append(verdict)
         return row
