@@ -76,6 +76,7 @@ class Controller:
         self._num_plain = Counter[int]()  # of these that came
         # Seconds of steps that waited, by numbers of rows, and of lines; 0 without proposals.
         self._seconds: dict[int, dict[int, deque[float]]] = {}
+        self._known: dict[int, dict[int, float]] = {}  # of those that were measured often enough
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """Note the time of a plain step."""
@@ -84,6 +85,7 @@ class Controller:
         self._num_plain[size] += 1
         if self._num_plain[size] % NUM_REMEMBERED == 0:  # something else may have taken the time of a trial
             self._seconds.pop(size, None)
+            self._known.pop(size, None)
 
     def note(self, num_rows: int, num_lines: int, seconds: float) -> None:
         """Note the time of a step that has waited, and computes so many lines; 0 if nothing is proposed.
@@ -91,7 +93,10 @@ class Controller:
         A plain step takes no longer. So one that was measured before, with masks for example, does not count for ever.
         """
         size = rounded_rows(num_rows)
-        self._seconds.setdefault(size, {}).setdefault(num_lines, deque(maxlen=NUM_KEPT)).append(seconds)
+        measured = self._seconds.setdefault(size, {}).setdefault(num_lines, deque(maxlen=NUM_KEPT))
+        measured.append(seconds)
+        if (known := _fast(measured)) is not None:
+            self._known.setdefault(size, {})[num_lines] = known
         if (plain := self.plain_seconds(num_rows)) is not None and seconds < plain:
             self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
 
@@ -112,25 +117,28 @@ class Controller:
     def cost(self, num_rows: int, num_lines: int) -> float:
         """Return what a step that waits takes, relative to a plain one, of which the time is known. See `note`.
 
-        A number of lines that was not measured is guessed to lie between those that were, and above them to invite a
-        trial. It takes no longer than as many lines of more rows.
+        A number of lines that was not measured is guessed to lie between those that were, or to go on from the two
+        largest. Without these it is guessed low, to invite a trial. It takes no longer than as many lines of more rows.
         """
         size, plain = rounded_rows(num_rows), self.plain_seconds(num_rows)
-        known = {lines: seconds / plain for lines, seconds in self._known(size).items()} if plain else {}
-        known.setdefault(0, GUESSED_WAIT)
+        lines = num_lines or size
+        if plain is None:
+            return GUESSED_WAIT + (lines - size) / GUESSED_LINES
+        known = self._known.get(size, {})
         if num_lines in known:
-            return known[num_lines]
-        fewer, more = max(one for one in known if one < num_lines), [one for one in known if one > num_lines]
-        first = max(fewer, size)  # lines of a step without proposals
-        if more:
-            share = (num_lines - first) / (min(more) - first)
-            guess = known[fewer] + share * (known[min(more)] - known[fewer])
+            return known[num_lines] / plain
+        first, guess = size, GUESSED_WAIT * plain
+        if fewer := [one for one in known if one < num_lines]:
+            first, guess = max(fewer) or size, known[max(fewer)]
+        if more := [one for one in known if one > lines]:
+            guess += (lines - first) / (min(more) - first) * (known[min(more)] - guess)
         else:
-            guess = known[fewer] + (num_lines - first) / GUESSED_LINES
-        if plain and num_lines:
-            of_more_rows = [self._known(one).get(num_lines) for one in self._seconds if one > size]
-            guess = min([guess, *(seconds / plain for seconds in of_more_rows if seconds is not None)])
-        return guess
+            slopes = [(guess - its) / (first - one) for one, its in known.items() if size < one < first]
+            guess += (lines - first) * max([plain / GUESSED_LINES, *slopes[-1:]])
+        for rows, its in self._known.items():
+            if rows > size:
+                guess = min([guess, *(seconds for one, seconds in its.items() if (one or rows) >= lines)])
+        return guess / plain
 
     def choose(self, num_rows: int, sizes: list[Size], has_waited: bool = False) -> Size | None:
         """Return the size of a step with which most tokens a second are expected; None if none should be proposed.
@@ -146,11 +154,6 @@ class Controller:
                 best, best_speed = size, speed
         return best
 
-    def _known(self, size: int) -> dict[int, float]:
-        """Return the seconds of those steps of so many rows that were measured often enough."""
-        its = self._seconds.get(size, {})
-        return {lines: known for lines, seconds in its.items() if (known := _fast(seconds)) is not None}
-
 
 def rounded_rows(num_rows: int) -> int:
     """Return a number of rows that stands for a few smaller ones, too."""
@@ -161,6 +164,6 @@ def _median(values: "deque[float] | tuple[()]") -> float | None:
     return sorted(values)[(len(values) - 1) // 2] if len(values) >= NUM_NEEDED else None
 
 
-def _fast(values: "deque[float] | tuple[()]") -> float | None:
+def _fast(values: "deque[float]") -> float | None:
     """Return the time of a step that nothing has disturbed, such as the capture of a graph."""
     return sorted(values)[(len(values) - 1) // 4] if len(values) >= NUM_TRIED else None
