@@ -119,7 +119,7 @@ class Speculator:
         self._choices = [size - 1 for size in row_sizes(max_num_tokens + 1)]
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
-        self._verdicts: list[Verdict] = []  # from which nothing was learned yet
+        self._verdicts, self._unlearned = list[Verdict](), list[Sequence]()  # from which nothing was learned yet
         self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # rows of the last step; of each
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
@@ -149,7 +149,11 @@ class Speculator:
                     row.ahead = row.drafts.look_ahead(len(proposed), self.max_num_tokens)
 
     def _learn(self) -> None:
-        """Learn from the drafts that were followed how likely proposals are. Rows often have the same to say."""
+        """Learn how likely proposals are, from the drafts that were followed, and the answers of ended sequences."""
+        for seq in self._unlearned:
+            self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
+        self._unlearned.clear()
+        # Rows often have the same to say.
         of_forms, of_text = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
         for (num_forced, num_equal, _), draft, came in self._verdicts:
             right = num_right(draft, came)
@@ -168,9 +172,9 @@ class Speculator:
         in_flight, self._is_asked = self._is_asked, False
         overlaps = in_flight and self._overlaps
         self._note_step(len(seqs), overlaps)
-        self._notice_ends(seqs)
-        if self._verdicts:
+        if self._verdicts or self._unlearned:
             self._learn()
+        self._notice_ends(seqs)
         num_lines, rows, self._proposed = 0, list[DraftedRow | None](), []
         if not in_flight:
             looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) is not None
@@ -244,14 +248,14 @@ class Speculator:
         return chances
 
     def _notice_ends(self, seqs: list[Sequence]) -> None:
-        """Forget sequences that have finished; "suffix" remembers their answers."""
+        """Forget sequences that have finished; "suffix" learns their answers next."""
         if seqs == self._seqs:
             return
-        for seq in dict.fromkeys([*self._seqs, *self._rows]):
-            if seq.status is SequenceStatus.FINISHED:
-                self._rows.pop(seq, None)
-                if self._learns:
-                    self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
+        ended = [seq for seq in (*self._seqs, *self._rows) if seq.status is SequenceStatus.FINISHED]
+        for seq in dict.fromkeys(ended):
+            self._rows.pop(seq, None)
+            if self._learns:
+                self._unlearned.append(seq)
         self._seqs = [*seqs]
 
     def _note_step(self, num_rows: int, overlaps: bool) -> None:

@@ -284,7 +284,8 @@ def test_sequences_that_have_finished_are_forgotten_and_their_answers_found() ->
     spec.propose([seq])
     seq.token_ids.extend([7, 8, 9, 10])
     seq.status = SequenceStatus.FINISHED
-    other.token_ids.extend([7, 8, 9])
     spec.propose([other])
     assert seq not in spec._rows
+    other.token_ids.extend([7, 8, 9])
+    spec.propose([other])
     assert spec._rows[other].draft == [10]
