@@ -89,12 +89,15 @@ class Offers:
                     break
                 places[kind] += 1
                 num_free -= self._counts[kind]
-        proposed = []
+        proposed = list[list[int]]()
         for row in self._rows:
-            count = places[row.kind] if row and row.draft else 0
-            if num_more and row and row.kind == last:
+            if row is None or not row.draft:
+                proposed.append([])
+                continue
+            count = places[row.kind]
+            if num_more and row.kind == last:
                 count, num_more = count + 1, num_more - 1
-            proposed.append(row.draft[:count] if row and count else [])
+            proposed.append(row.draft[:count])
         return proposed
 
 
