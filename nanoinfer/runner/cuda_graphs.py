@@ -47,15 +47,13 @@ class GraphInputs(NamedTuple):
     num_row_tokens: Tensor
 
     @classmethod
-    def padding(cls, max_rows: int, device: torch.device, num_row_tokens: int) -> "GraphInputs":
-        """Return padding rows: without a context, they share no prefix."""
+    def padding(cls, max_rows: int, device: torch.device, num_tokens: int) -> "GraphInputs":
+        """Return padding rows, each of so many tokens: without a context, they share no prefix."""
 
         def full(number: int) -> Tensor:
             return torch.full((max_rows,), number, dtype=torch.int32, device=device)
 
-        return cls(
-            rows=full(PADDING_ROW), num_shared_blocks=full(0), num_sharers=full(0), num_row_tokens=full(num_row_tokens)
-        )
+        return cls(full(PADDING_ROW), num_shared_blocks=full(0), num_sharers=full(0), num_row_tokens=full(num_tokens))
 
     def fill(self, batch: DecodeBatch, padding: "GraphInputs", size: int) -> None:
         """Write a batch into the first rows, and padding after it up to row `size`."""
@@ -100,9 +98,7 @@ class DecodeGraphs:
         least_free: int = 0,
     ) -> None:
         self._forward = forward
-        self._padding = [
-            GraphInputs.padding(max(sizes), device, count) for count in (1, 0)
-        ]  # the second in packed lines
+        self._padding = [GraphInputs.padding(max(sizes), device, count) for count in (1, 0)]  # 0: packed lines
         self._inputs = GraphInputs.padding(max(sizes), device, 1)
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph | Launches] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
