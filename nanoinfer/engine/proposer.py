@@ -29,9 +29,13 @@ class Proposer(Protocol):
     """Expects what sequences go on with."""
 
     max_num_tokens: int  # the most tokens that it proposes for a sequence: the engine's memory is sized by it
-    # Whether rows that are not in flight have a step while others are, with proposals. Then two parts of the rows take
-    # turns: a device computes one while the host proposes for the other.
-    alternates: bool
+
+    @property
+    def alternates(self) -> bool:
+        """Whether rows that are not in flight have a step while others are in flight with proposals.
+
+        Then two parts of the rows take turns: a device computes one while the host proposes for the other.
+        """
 
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next decode step waits until the one in flight is collected, to have proposals.

@@ -24,7 +24,7 @@ from nanoinfer.engine.interfaces import FEW_ROWS, RunnerLimits, row_sizes
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.integers import ceil_div
 from nanoinfer.metrics import EngineMetrics
-from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller, Size
+from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller
 from nanoinfer.speculation.drafts import Ahead, EarlierAnswers, TextDrafts
 from nanoinfer.speculation.offers import Kind, Offers
 from nanoinfer.speculation.text_index import num_right
@@ -47,9 +47,8 @@ class StepStart(NamedTuple):
     """Says what was known when a step began.
 
     num_lines: see `Controller.note`; None if the step overlaps with the one before it. num_tokens: that had been
-    generated.
-    num_overlapped: steps up to this one that overlap, one after the other.
-    is_beside: whether other rows were in flight.
+    generated. num_overlapped: steps up to this one that overlap, one after the other. is_beside: whether other rows
+    were in flight.
     """
 
     time: float  # perf_counter
@@ -129,7 +128,7 @@ class Speculator:
         self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # rows of the last step; of each
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
-        self._may_alternate = overlaps and packs_lines and computes_beside_host
+        self._has_turns = overlaps and packs_lines and computes_beside_host
         self.alternates, self._num_running = False, 0
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
         self._pays = False  # whether the next step is to wait, because proposals pay or have paid lately
@@ -141,7 +140,7 @@ class Speculator:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
         self._num_running = len(seqs)
         if not (self._pays or self._proposed):
-            promises = self._choose_by_watched(seqs, num_unknown=1) is not None
+            promises = self._pay_for_watched(seqs, num_unknown=1)
             self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
             if not self._pays:
                 self._is_asked = True
@@ -194,16 +193,16 @@ class Speculator:
         self.alternates = False
         num_lines, num_rows, rows, self._proposed = 0, len(seqs), list[DraftedRow | None](), []
         if not in_flight:
-            looks = self._pays or is_beside or num_all <= MAX_WATCHED or self._choose_by_watched(seqs) is not None
+            looks = self._pays or is_beside or num_all <= MAX_WATCHED or self._pay_for_watched(seqs)
             rows = [self._row_of(seq) for seq in seqs] if looks else []
-            offers = self._offers(num_all, rows)
-            size = self._controller.choose(num_all, offers.sizes, has_waited=True)
-            pays = self._controller.choose(num_all, offers.sizes) is not None
+            pays = self._pay(num_all, rows)
             if self._last is not None and self._last.num_lines is None:
                 self._watch.note(was_right=pays)
             is_known = self._controller.plain_seconds(num_all) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
-            if self._may_alternate and num_all >= MIN_ALTERNATING:
+            offers = self._offers(num_all, rows)
+            size = self._controller.choose(num_all, offers.sizes, has_waited=True)
+            if self._may_alternate(num_all):
                 part = rows[: ceil_div(num_all, 2)]
                 of_part = self._offers(len(part), part)
                 its_size = self._controller.choose(len(part), of_part.sizes, has_waited=True, of=num_all)
@@ -215,18 +214,30 @@ class Speculator:
             if size is not None:
                 num_lines, self._proposed = size.num_lines, offers.take(size)
         self._drafted = rows[:num_rows]
-        self._before, self._last = (
-            self._last,
-            StepStart(
-                time=time.perf_counter(),
-                num_rows=num_rows,
-                num_lines=None if overlaps else num_lines,
-                num_tokens=self._stats.num_generated_tokens,
-                num_overlapped=self._last.num_overlapped + 1 if overlaps and self._last is not None else int(overlaps),
-                is_beside=is_beside,
-            ),
+        before = self._before = self._last
+        self._last = StepStart(
+            time=time.perf_counter(),
+            num_rows=num_rows,
+            num_lines=None if overlaps else num_lines,
+            num_tokens=self._stats.num_generated_tokens,
+            num_overlapped=before.num_overlapped + 1 if overlaps and before is not None else int(overlaps),
+            is_beside=is_beside,
         )
         return self._proposed
+
+    def _may_alternate(self, num_seqs: int) -> bool:
+        """Return whether two parts of so many sequences may take turns."""
+        return self._has_turns and num_seqs >= MIN_ALTERNATING
+
+    def _pay(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> bool:
+        """Return whether steps with proposals for so many sequences are better than plain ones. See `_offers`."""
+        offers = self._offers(num_seqs, rows, num_unknown)
+        if offers is NOTHING or self._controller.choose(num_seqs, offers.sizes) is not None:
+            return offers is not NOTHING
+        if not self._may_alternate(num_seqs):
+            return False
+        part = ceil_div(num_seqs, 2)
+        return self._controller.choose(part, self._offers(part, rows, num_unknown).sizes, of=num_seqs) is not None
 
     def _offers(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> Offers:
         """Return what could be proposed to so many sequences. rows: of all of them, or of some."""
@@ -238,13 +249,13 @@ class Speculator:
         chances, packs = self._chances(num_seqs, rows, num_unknown), self._packs_lines and num_seqs > FEW_ROWS
         return Offers(rows, num_seqs, chances, self._choices, packs)
 
-    def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> Size | None:
-        """Return how large a step to propose, as far as the few rows say that are watched and stand for all."""
+    def _pay_for_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> bool:
+        """Return whether proposals pay, as far as the few rows say that are watched and stand for all."""
         watched = seqs
         if len(seqs) > MAX_WATCHED:
             watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
         rows = [self._row_of(seq) for seq in watched]
-        return self._controller.choose(len(seqs), self._offers(len(seqs), rows, num_unknown).sizes)
+        return self._pay(len(seqs), rows, num_unknown)
 
     def _row_of(self, seq: Sequence) -> DraftedRow | None:
         """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals."""

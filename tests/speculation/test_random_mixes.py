@@ -115,7 +115,7 @@ def test_random_mixes_answer_as_without_proposals(
     with LLM("tiny" if model == "tiny" else folders(model), **options) as llm:
         engine_of(llm).scheduler.reserved_tokens = rng.choice((0, 128))
         proposer: Any = engine_of(llm).proposer
-        proposer._may_alternate = seed % 2 == 0  # as on a GPU
+        proposer._has_turns = seed % 2 == 0  # as on a GPU
         aborted, outputs = answer(llm, prompts, params, rng)
         metrics = llm.get_metrics()
     whole = [index for index in range(NUM_REQUESTS) if index not in aborted]
