@@ -273,8 +273,9 @@ class History:
             if self.in_flight[0][1] is None:
                 batches = [batch for batch, _ in self.in_flight]
                 self.scheduler.discard(batches)
-                # Later ones run on: those that were computed when a cut prompt fails, and those that are paused now.
-                if self.device.has_states or self.scheduler.paused:
+                # Later ones run on: those that were computed when a cut prompt fails, those that are paused now, and
+                # those that had no part in the steps.
+                if self.device.has_states or self.scheduler.paused or self.proposer is not None:
                     self.resumed |= {seq.seq_id for batch in batches for seq in self.seqs_of(batch)}
                 self.in_flight.clear()
                 return
