@@ -105,7 +105,8 @@ class Controller:
         key = Steps(size, alternates)
         measured = self._seconds.setdefault(key, {}).setdefault(num_lines, deque(maxlen=NUM_KEPT))
         measured.append(seconds)
-        if (known := _fast(measured)) is not None:
+        # Where parts take turns, what one takes less another takes more: it was late, or early, when it was measured.
+        if (known := _median(measured) if alternates else _fast(measured)) is not None and len(measured) >= NUM_TRIED:
             self._known.setdefault(key, {})[num_lines] = known
         if not alternates and (plain := self.plain_seconds(num_rows)) is not None and seconds < plain:
             self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)

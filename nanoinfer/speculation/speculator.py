@@ -38,7 +38,8 @@ NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
 ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
-MIN_ALTERNATING = 96  # rows; parts of fewer take as long as all of them, because a step reads all weights
+MIN_ALTERNATING = 192  # rows; parts of fewer take as long as all of them, because a step reads all weights
+MIN_CHANGED = 1.04  # in speed, for rows to begin to take turns, or to end it: that costs time, too
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 NOTHING = Offers([], 0, {}, [], packs=False)
 
@@ -206,9 +207,10 @@ class Speculator:
                 part = rows[: ceil_div(num_all, 2)]
                 of_part = self._offers(len(part), part)
                 its_size = self._controller.choose(len(part), of_part.sizes, has_waited=True, of=num_all)
-                speed = 0.0 if size is None else self._controller.speed(num_all, size)
                 if its_size is not None:
-                    self.alternates = self._controller.speed(len(part), its_size, num_all) > speed
+                    speed = self._controller.speed(len(part), its_size, num_all)
+                    least = 0.0 if size is None else self._controller.speed(num_all, size)
+                    self.alternates = speed > least * (1 / MIN_CHANGED if is_beside else MIN_CHANGED)
                 if self.alternates or is_beside:
                     offers, size, num_rows = of_part, its_size, len(part)
             if size is not None:

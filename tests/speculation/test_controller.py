@@ -333,9 +333,9 @@ class Device:
 @pytest.mark.parametrize("pays", [False, True])
 def test_parts_of_the_rows_take_turns_where_that_takes_less_time(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the rows take half of the time, or nearly as long as all of them."""
-    stats, clock, seqs = EngineMetrics(), FakeTime(monkeypatch), sequences(128, prompt=100)
+    stats, clock, seqs = EngineMetrics(), FakeTime(monkeypatch), sequences(192, prompt=100)
     spec = Speculator(options_of("suffix", most=8), 8, True, stats, packs_lines=True, computes_beside_host=True)
-    device = Device(spec, stats, clock, lambda rows, lines: (rows / 128 if pays else 1) + lines / 1024)
+    device = Device(spec, stats, clock, lambda rows, lines: (rows / 192 if pays else 1) + lines / 1536)
     for seq in seqs:
         seq.token_ids.append(seq.prompt_token_ids[0])
     texts = {seq: seq.prompt_token_ids * 6 for seq in seqs}
