@@ -147,8 +147,10 @@ class Controller:
         if more := [one for one in known if one > lines]:
             guess += (lines - first) / (min(more) - first) * (known[min(more)] - guess)
         else:
-            slopes = [(guess - its) / (first - one) for one, its in known.items() if size < one < first]
-            guess += (lines - first) * max([plain / GUESSED_LINES, *slopes[-1:]])
+            slope = plain / GUESSED_LINES
+            if below := [one for one in known if size < one < first]:
+                slope = max(slope, (guess - known[max(below)]) / (first - max(below)))
+            guess += (lines - first) * slope
         for (rows, alternates), its in self._known.items():
             if rows > size and (of is not None or not alternates):
                 guess = min([guess, *(seconds for one, seconds in its.items() if (one or rows) >= lines)])

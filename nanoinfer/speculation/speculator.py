@@ -195,14 +195,15 @@ class Speculator:
         num_lines, num_rows, rows, self._proposed = 0, len(seqs), list[DraftedRow | None](), []
         if not in_flight:
             looks = self._pays or is_beside or num_all <= MAX_WATCHED or self._pay_for_watched(seqs)
-            rows = [self._row_of(seq) for seq in seqs] if looks else []
-            pays = self._pay(num_all, rows)
+            catches_up = len(seqs) <= MAX_SHORT or not self._overlaps  # else there was time for it
+            rows = [self._row_of(seq, catches_up) for seq in seqs] if looks else []
+            offers = self._offers(num_all, rows)
+            size = self._controller.choose(num_all, offers.sizes, has_waited=True)
+            pays = self._pay(num_all, offers, rows)
             if self._last is not None and self._last.num_lines is None:
                 self._watch.note(was_right=pays)
             is_known = self._controller.plain_seconds(num_all) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
-            offers = self._offers(num_all, rows)
-            size = self._controller.choose(num_all, offers.sizes, has_waited=True)
             if self._may_alternate(num_all):
                 part = rows[: ceil_div(num_all, 2)]
                 of_part = self._offers(len(part), part)
@@ -231,9 +232,8 @@ class Speculator:
         """Return whether two parts of so many sequences may take turns."""
         return self._has_turns and num_seqs >= MIN_ALTERNATING
 
-    def _pay(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> bool:
-        """Return whether steps with proposals for so many sequences are better than plain ones. See `_offers`."""
-        offers = self._offers(num_seqs, rows, num_unknown)
+    def _pay(self, num_seqs: int, offers: Offers, rows: list[DraftedRow | None], num_unknown: int = 0) -> bool:
+        """Return whether steps with these proposals for so many sequences are better than plain ones. See `_offers`."""
         if offers is NOTHING or self._controller.choose(num_seqs, offers.sizes) is not None:
             return offers is not NOTHING
         if not self._may_alternate(num_seqs):
@@ -256,19 +256,21 @@ class Speculator:
         watched = seqs
         if len(seqs) > MAX_WATCHED:
             watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
-        rows = [self._row_of(seq) for seq in watched]
-        return self._pay(len(seqs), rows, num_unknown)
+        rows = [self._row_of(seq, catches_up=True) for seq in watched]
+        return self._pay(len(seqs), self._offers(len(seqs), rows, num_unknown), rows, num_unknown)
 
-    def _row_of(self, seq: Sequence) -> DraftedRow | None:
-        """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals."""
+    def _row_of(self, seq: Sequence, catches_up: bool) -> DraftedRow | None:
+        """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals.
+
+        catches_up: see `TextDrafts.draft`.
+        """
         if seq.sampling_params.logits_processors:
             return None  # a user's function would be called for tokens that are not drawn
         row = self._rows.get(seq)
         if row is None:
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts)
-        is_one_of_few = len(self._seqs) <= MAX_SHORT
-        verdict = row.follow(self.max_num_tokens, takes_short=is_one_of_few, catches_up=is_one_of_few)
+        verdict = row.follow(self.max_num_tokens, len(self._seqs) <= MAX_SHORT, catches_up)
         if verdict is not None:
             self._verdicts.append(verdict)
         return row

@@ -200,10 +200,10 @@ def test_text_that_copies_its_prompt_has_proposals_and_what_they_save_is_counted
     assert stats.draft_seconds_saved > 30
 
 
-@pytest.mark.parametrize("first", [0, 20, 28])
+@pytest.mark.parametrize("first", [0, 20, 36])
 def test_rows_that_begin_to_repeat_are_found_wherever_they_are(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four of 32 rows. All have 300 tokens of nothing before."""
-    stats, seqs = EngineMetrics(), sequences(32, prompt=100)
+    """Four of 40 rows. All have 300 tokens of nothing before."""
+    stats, seqs = EngineMetrics(), sequences(40, prompt=100)
     monkeypatch.setattr(watch, "TOKENS_A_SECOND", 50)  # so that a turn takes two to nine steps
     spec = Speculator(options_of("suffix", most=8), 8, True, stats)
     texts = []
