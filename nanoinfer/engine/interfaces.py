@@ -11,6 +11,7 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.side_outputs import SideOutput
 from nanoinfer.engine.token_masks import Constraint, TokenMasks
 from nanoinfer.errors import NanoinferError
+from nanoinfer.integers import ceil_div
 from nanoinfer.metrics import StepEvent
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.text.arguments import Errors
@@ -89,11 +90,23 @@ class RunnerLimits:
     computes_beside_host: bool  # whether a launched step is computed while the host goes on; on a CPU it is not
     whole_images: bool = False  # whether an image is computed in one step, because its tokens see all of it
     max_row_tokens: int = 1  # the most tokens of a decode row: the newest one, and proposals
+    packs_lines: bool = False  # whether decode rows of several tokens need no padding between them
 
     @property
     def max_chunk_tokens(self) -> int:
         """The most tokens of a sequence that one step computes, in prefill or in decode."""
         return max(self.max_num_batched_tokens, self.max_row_tokens)
+
+
+FEW_ROWS = 16  # up to so many, padding between rows of several tokens costs a GPU nothing
+
+
+def packed_step(num_rows: int) -> int:
+    """Return the number whose multiples decode steps of so many rows compute, where their lines are packed.
+
+    These are few numbers, because each has CUDA graphs of its own.
+    """
+    return ceil_div(num_rows, 128) * 128
 
 
 def row_sizes(max_row_tokens: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner.graph_pool import GraphPool, Launches
-from nanoinfer.runner.stand_ins import GraphKey, StandIns
+from nanoinfer.runner.stand_ins import GraphKey, StandIns, packed_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW
 
 Forward = Callable[[DecodeBatch], None]
@@ -47,13 +47,13 @@ class GraphInputs(NamedTuple):
     num_row_tokens: Tensor
 
     @classmethod
-    def padding(cls, max_rows: int, device: torch.device) -> "GraphInputs":
-        """Return padding rows: without a context, they share no prefix and have one token."""
+    def padding(cls, max_rows: int, device: torch.device, num_tokens: int) -> "GraphInputs":
+        """Return padding rows, each of so many tokens: without a context, they share no prefix."""
 
         def full(number: int) -> Tensor:
             return torch.full((max_rows,), number, dtype=torch.int32, device=device)
 
-        return cls(rows=full(PADDING_ROW), num_shared_blocks=full(0), num_sharers=full(0), num_row_tokens=full(1))
+        return cls(full(PADDING_ROW), num_shared_blocks=full(0), num_sharers=full(0), num_row_tokens=full(num_tokens))
 
     def fill(self, batch: DecodeBatch, padding: "GraphInputs", size: int) -> None:
         """Write a batch into the first rows, and padding after it up to row `size`."""
@@ -98,30 +98,32 @@ class DecodeGraphs:
         least_free: int = 0,
     ) -> None:
         self._forward = forward
-        self._padding = GraphInputs.padding(max(sizes), device)
-        self._inputs = GraphInputs.padding(max(sizes), device)
+        self._padding = [GraphInputs.padding(max(sizes), device, count) for count in (1, 0)]  # 0: packed lines
+        self._inputs = GraphInputs.padding(max(sizes), device, 1)
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph | Launches] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes
         self._several_tokens_sizes = several_tokens_graph_sizes(self._sizes)
+        self._packed_sizes = packed_graph_sizes(self._sizes)
         self._stand_ins, self._pool = StandIns(), GraphPool(device, least_free)
         # The largest first: the smaller ones then fit into its memory.
         for size in () if late else reversed(self._sizes):
-            self._capture(GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0), is_warm)
+            self.capture(GraphKey(size, num_tokens=1, shares_prefixes=False, num_packed=0), is_warm)
 
     def replay(self, batch: DecodeBatch) -> None:
         """Run `forward` for the rows of a batch, and for padding after them."""
         sizes = self._sizes if batch.shared_prefixes is None else self._sharing_sizes
         if batch.num_tokens > 1:
-            sizes = self._several_tokens_sizes
+            sizes = self._packed_sizes if batch.num_packed else self._several_tokens_sizes
         key = GraphKey.of(batch, sizes[bisect_left(sizes, len(batch.rows))])  # of the smallest that holds the batch
         key = key if key in self._graphs else self._stand_ins.choose(key, self._graphs.keys())
         if key not in self._graphs:
-            self._capture(key, is_late=True)
-        self._inputs.fill(batch, self._padding, key.num_rows)
+            self.capture(key, is_late=True)
+        self._inputs.fill(batch, self._padding[key.num_packed > 0], key.num_rows)
         self._graphs[key].replay()
 
-    def _capture(self, key: GraphKey, is_warm: bool = False, is_late: bool = False) -> None:
-        for inputs, padding in zip(self._inputs, self._padding, strict=True):
+    def capture(self, key: GraphKey, is_warm: bool = False, is_late: bool = False) -> None:
+        """Capture the graph of this key, with padding alone for inputs."""
+        for inputs, padding in zip(self._inputs, self._padding[key.num_packed > 0], strict=True):
             inputs.copy_(padding)
         launch = partial(self._forward, self._inputs.batch(*key))
         if not is_warm:

@@ -31,6 +31,7 @@ from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_toke
 from nanoinfer.runner.device_state import StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner, StepHandle
 from nanoinfer.runner.setup import RunnerInfo, Setup
+from nanoinfer.runner.stand_ins import packed_graph_sizes, usual_packed_keys
 from nanoinfer.runner.step_images import HeldImages
 from nanoinfer.runner.step_tables import PADDING_ROW
 
@@ -191,7 +192,9 @@ class DeviceRunner:
         self.weights, self._dense = ModelWeights(self.model), setup.load_dense()
         self._num_threads = setup.num_step_threads(self.model)
         self.adapters = setup.make_adapters(self.model)
-        self.limits = setup.limits_without_cache(free_at_start, self.model.image_encoder)
+        # See DeviceState.enter_proposals.
+        packs_lines = self.model.packs_lines and self.adapters is None and self.model.image_encoder is None
+        self.limits = setup.limits_without_cache(free_at_start, self.model.image_encoder, packs_lines)
         loaded = time.perf_counter()
         if setup.counts_memory:
             buffers, free_bytes = self._measure(free_at_start)
@@ -267,6 +270,9 @@ class DeviceRunner:
             for num_tokens in row_sizes(self.limits.max_row_tokens):  # compiles what larger batches need, too
                 row = torch.full((1,), PADDING_ROW, dtype=torch.int32, device=self.device)
                 graphs.replay(DecodeBatch(row, None, num_tokens, torch.ones_like(row)))
+            if self.limits.packs_lines and self.limits.max_row_tokens > 1:
+                for key in usual_packed_keys(packed_graph_sizes(sizes), self.limits.max_row_tokens):
+                    graphs.capture(key)
             runner.state.decode_graphs = graphs
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait

@@ -66,7 +66,7 @@ class DeviceState:
         rows = column(on_device, "decode_rows", "row")
         proposals.enter(rows.long(), self.tables.token_ids, self.tables.context_lens)
         has_adapters = self.adapters is not None and self.adapters.are_used
-        if not packs_lines or header.awaits_masks or has_adapters or self.images is not None:
+        if not packs_lines or has_adapters or self.images is not None:
             return proposals
         host_rows = column(on_host, "decode_rows", "row").tolist()
         return proposals if self.sampler.copies(host_rows) else proposals.packed()

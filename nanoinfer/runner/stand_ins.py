@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
 
+from nanoinfer.engine.interfaces import packed_step
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.metadata import DecodeBatch
 
 CAPTURE_LINES = 4096  # of padding; a model of 8B computes them in about the time of a capture
-
-LINES = 128  # numbers of packed lines are multiples of it
 
 
 class GraphKey(NamedTuple):
@@ -26,9 +25,9 @@ class GraphKey(NamedTuple):
 
     @classmethod
     def of(cls, batch: DecodeBatch, size: int) -> "GraphKey":
-        """Return the key of the graph for a batch that is padded to so many rows; each row of padding has a line."""
-        num_packed = batch.num_packed and ceil_div(batch.num_packed + size - len(batch.rows), LINES) * LINES
-        num_packed = min(num_packed, size * batch.num_tokens)
+        """Return the key of the graph for a batch that is padded to so many rows."""
+        step = packed_step(size)
+        num_packed = min(ceil_div(batch.num_packed, step) * step, size * batch.num_tokens)
         return cls(size, batch.num_tokens, batch.shared_prefixes is not None, num_packed)
 
     @property
@@ -42,9 +41,8 @@ class GraphKey(NamedTuple):
 
     def holds(self, other: "GraphKey") -> bool:
         """Return whether its graph can compute what another one is for."""
-        more = self.num_rows - other.num_rows
         is_of_kind = self[1:3] == other[1:3] and bool(self.num_packed) == bool(other.num_packed)
-        return is_of_kind and more >= 0 and self.num_lines >= other.num_lines + (more if self.num_packed else 0)
+        return is_of_kind and self.num_rows >= other.num_rows and self.num_lines >= other.num_lines
 
 
 class StandIns:
@@ -56,9 +54,26 @@ class StandIns:
     def choose(self, key: GraphKey, captured: Set[GraphKey]) -> GraphKey:
         """Return the graph that a step runs in: the one that it needs, to be captured now, or the next larger one."""
         larger = [] if key.num_tokens == 1 else [one for one in captured if one.holds(key)]
-        if not larger:  # the first of its kind is to serve others, too
-            lines = min(key.num_packed and ceil_div(key.num_packed, 2 * key.num_rows) * 2 * key.num_rows, key.num_all)
-            return key._replace(num_packed=lines)
+        if not larger:
+            return key
         smallest = min(larger, key=lambda one: one.num_lines)
         self._num_lines[key] += smallest.num_lines - key.num_lines
         return smallest if self._num_lines[key] <= CAPTURE_LINES else key
+
+
+def packed_graph_sizes(sizes: list[int]) -> list[int]:
+    """Return those batch sizes that steps of packed lines have. They are few: rows of padding have no lines there."""
+    return [size for size in sizes if size in (32, 64) or size % 128 == 0 or size == max(sizes)]
+
+
+def usual_packed_keys(sizes: list[int], num_tokens: int) -> list[GraphKey]:
+    """Return the graphs of packed lines that are captured early: those for up to three proposals a row.
+
+    num_tokens: the most of a row. The largest come first, since the smaller ones fit into their memory.
+    """
+    keys = []
+    for size in reversed(sizes):
+        step = packed_step(size)
+        most = min(ceil_div(4 * size, step) * step, size * num_tokens)
+        keys += [GraphKey(size, num_tokens, False, lines) for lines in range(most, size, -step)]
+    return keys

@@ -5,6 +5,9 @@ of its own position. So the drawn tokens up to the first wrong proposal, and the
 of single steps: they count, and `enter_counted` enters them.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +15,11 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device import to_device
+from nanoinfer.engine.interfaces import FEW_ROWS
 from nanoinfer.engine.packet import AllSections, UploadedSections
+from nanoinfer.engine.token_masks import RowMasks, TokenMasks
 from nanoinfer.layers.attention.metadata import DecodeBatch
 
-MIN_SPARED = 64  # lines
 PADDING_LINE = -1  # the host row of a line that is none of a row's own
 
 
@@ -50,10 +54,9 @@ class Proposals(NamedTuple):
         return len(self.host_counts) * self.num_tokens if self.own_lines is None else len(self.own_lines)
 
     def packed(self) -> "Proposals":
-        """Return the same with packed lines, if that leaves out so many of them that the step takes less time."""
-        num_own, device = sum(self.host_counts), self.token_ids.device
-        least = 1 if device.type == "cpu" else max(MIN_SPARED, self.num_lines // 8)  # few more lines cost a GPU nothing
-        if self.num_lines - num_own < least:
+        """Return the same with packed lines, where the step takes less time so."""
+        device, num_rows = self.token_ids.device, len(self.host_counts)
+        if sum(self.host_counts) == self.num_lines or (device.type != "cpu" and num_rows <= FEW_ROWS):
             return self
         are_own = np.arange(self.num_tokens) < np.array(self.host_counts)[:, None]
         return self._replace(own_lines=to_device(torch.from_numpy(np.flatnonzero(are_own)), device))
@@ -76,6 +79,29 @@ class Proposals(NamedTuple):
         if self.own_lines is not None:
             num_tokens, num_packed = max_row_tokens if has_graphs else num_tokens, len(self.own_lines)
         return batch._replace(num_tokens=num_tokens, num_row_tokens=self.num_row_tokens, num_packed=num_packed)
+
+    def masks_of_lines(self, masks: TokenMasks) -> TokenMasks:
+        """Return masks of tokens, each of which is row * num_tokens + its place in the row, as masks of their lines."""
+        if self.own_lines is None:
+            return masks
+        starts = [0, *accumulate(self.host_counts)]
+
+        def lines(indices: Iterable[int]) -> list[int]:
+            return [starts[index // self.num_tokens] + index % self.num_tokens for index in indices]
+
+        def packed(rows: RowMasks | None) -> RowMasks | None:
+            return rows and rows._replace(batch_indices=lines(rows.batch_indices))
+
+        functions = dict(zip(lines(masks.functions), masks.functions.values(), strict=True))
+        return TokenMasks(packed(masks.grammars), packed(masks.token_sets), functions)
+
+    def token_of(self, line: int) -> int:
+        """Return which token of the step a line is: its row * num_tokens + its place in the row."""
+        if self.own_lines is None:
+            return line
+        ends = [*accumulate(self.host_counts)]
+        row = bisect_right(ends, line)
+        return row * self.num_tokens + line - (ends[row] - self.host_counts[row])
 
     def rows_of_lines(self, host_rows: list[int]) -> list[int]:
         """Return the row of each line of a step, given those of the step."""

@@ -117,6 +117,7 @@ class Sampler:
         if proposals is not None:
             lines = self._draws.lines(rows, host_rows, proposals)
             host_rows = lines.host_rows
+            masks = masks and proposals.masks_of_lines(masks)
         processors: list[LogitsProcessor] = [*self._of_rows.values()]
         masked: set[int] = set()  # lines that are copied because of masks
         errors: dict[int, str] = {}
@@ -147,6 +148,8 @@ class Sampler:
             lowest = self._filters.thresholds(processed, part.rows, part.host_rows)
             token_ids[on_device] = drawn = self._draws.from_logits(processed, lowest, part)
             logprobs += self._logprobs.read(part, drawn, whole, processed, lowest)
+        if proposals is not None:
+            errors = {proposals.token_of(line): error for line, error in errors.items()}
         return Sampled(self._draws.enter(token_ids, rows, proposals), logprobs, errors)
 
     @property

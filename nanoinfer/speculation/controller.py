@@ -7,16 +7,16 @@ of tokens. Until such steps have been measured three times, their cost is a gues
 """
 
 from collections import Counter, deque
+from typing import NamedTuple
 
-from nanoinfer.engine.interfaces import row_sizes
+from nanoinfer.engine.interfaces import FEW_ROWS
 from nanoinfer.integers import ceil_div
 
 NUM_KEPT = 5  # measurements of a kind of step; their median counts
 NUM_NEEDED, NUM_TRIED = 2, 3  # of plain steps, and of those that waited: fewer measurements are not believed
 MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
 GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
-GUESSED_ROWS = 1024  # of so many tokens more, a step is guessed to take twice as long
-FEW_ROWS = 16
+GUESSED_LINES = 1024  # of so many more, a step is guessed to take twice as long
 NUM_REMEMBERED = 512  # plain steps after which what proposals cost is forgotten, and tried again
 NUM_TRUSTED = 4.0  # proposals that an estimate begins with
 MOST_EQUAL = 16  # tokens that estimates tell apart
@@ -35,16 +35,18 @@ class Acceptance:
         self._num_judged = [NUM_TRUSTED] * (1 + most_equal)
         self._decay = decay
 
-    def judge(self, num_equal: int, num_right: int, num_judged: int) -> None:
-        """Note that so many proposals of a row were judged, one after the other, and so many were right.
+    def judge(self, num_equal: int, num_right: int, num_judged: int, num_rows: int = 1) -> None:
+        """Note that so many proposals of rows were judged, one after the other, and so many were right.
 
-        num_equal: tokens before the first of them.
+        num_equal: tokens before the first of them. num_rows: with the same proposals judged.
         """
-        rights, totals, decay, last = self._num_right, self._num_judged, self._decay, len(self._num_right) - 1
+        rights, totals, last = self._num_right, self._num_judged, len(self._num_right) - 1
+        kept = self._decay**num_rows
+        added = (1.0 - kept) / (1.0 - self._decay)  # what num_rows add one after the other
         for place in range(num_judged):
             kind = min(num_equal + place, last)
-            rights[kind] = decay * rights[kind] + (place < num_right)
-            totals[kind] = decay * totals[kind] + 1.0
+            rights[kind] = kept * rights[kind] + added * (place < num_right)
+            totals[kind] = kept * totals[kind] + added
 
     def probabilities(self, num_equal: int, count: int) -> list[float]:
         """Return the probability of each of so many proposals. num_equal: tokens before the first of them."""
@@ -53,34 +55,61 @@ class Acceptance:
         return [self._num_right[kind] / self._num_judged[kind] for kind in kinds]
 
 
-class Controller:
-    """Chooses how many tokens are proposed for each row of a step.
+class Size(NamedTuple):
+    """Says what a step of some size would compute.
 
-    most: proposals of a row. Numbers of rows are rounded up to a power of two, and from 32 on to a multiple of 32.
+    num_lines: of all rows, with padding. num_right: proposals that are expected to be right.
     """
 
-    def __init__(self, most: int) -> None:
-        self.choices = [size - 1 for size in row_sizes(most + 1)]
+    num_lines: int
+    num_right: float
+
+
+class Steps(NamedTuple):
+    """Names steps by their number of rows, rounded, and whether other rows have a step meanwhile."""
+
+    num_rows: int
+    alternates: bool
+
+
+class Controller:
+    """Chooses how many lines a step computes: the newest token of each row is one, and each proposal is another.
+
+    Numbers of rows are rounded up to a power of two, and from 32 on to a multiple of 32.
+    """
+
+    def __init__(self) -> None:
         self._plain: dict[int, deque[float]] = {}  # seconds, by number of rows
         self._num_plain = Counter[int]()  # of these that came
-        self._seconds: dict[tuple[int, int], deque[float]] = {}  # of steps that waited, by rows and proposals of a row
+        # Seconds of steps that waited, by kind, and numbers of lines; 0 without proposals.
+        self._seconds: dict[Steps, dict[int, deque[float]]] = {}
+        self._known: dict[Steps, dict[int, float]] = {}  # of those that were measured often enough
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """Note the time of a plain step."""
-        size = _size(num_rows)
+        size = rounded_rows(num_rows)
         self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
         self._num_plain[size] += 1
         if self._num_plain[size] % NUM_REMEMBERED == 0:  # something else may have taken the time of a trial
-            self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] != size}
+            for key in [key for key in self._seconds if key.num_rows == size]:
+                del self._seconds[key]
+                self._known.pop(key, None)
 
-    def note(self, num_rows: int, num_proposals: int, seconds: float) -> None:
-        """Note the time of a step that has waited, and has so many proposals a row.
+    def note(self, num_rows: int, num_lines: int, seconds: float, alternates: bool = False) -> None:
+        """Note the time of a step that has waited, and computes so many lines; 0 if nothing is proposed.
 
-        A plain step takes no longer. So one that was measured before, with masks for example, does not count for ever.
+        alternates: whether other rows had a step meanwhile. If not, a plain step takes no longer. So one that was
+        measured before, with masks for example, does not count for ever.
         """
-        self._seconds.setdefault((_size(num_rows), num_proposals), deque(maxlen=NUM_KEPT)).append(seconds)
-        if (plain := self.plain_seconds(num_rows)) is not None and seconds < plain:
-            self._plain.setdefault(_size(num_rows), deque(maxlen=NUM_KEPT)).append(seconds)
+        size = rounded_rows(num_rows)
+        key = Steps(size, alternates)
+        measured = self._seconds.setdefault(key, {}).setdefault(num_lines, deque(maxlen=NUM_KEPT))
+        measured.append(seconds)
+        # Where parts take turns, what one takes less another takes more: it was late, or early, when it was measured.
+        if (known := _median(measured) if alternates else _fast(measured)) is not None and len(measured) >= NUM_TRIED:
+            self._known.setdefault(key, {})[num_lines] = known
+        if not alternates and (plain := self.plain_seconds(num_rows)) is not None and seconds < plain:
+            self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
 
     def plain_seconds(self, num_rows: int) -> float | None:
         """Return what a plain step of so many rows takes; None before that is known.
@@ -88,7 +117,7 @@ class Controller:
         What up to twice as many rows take is scaled down: few rows take nearly as long, because a step reads all
         weights, and many rows at least half as long and in proportion. So proposals still pay when rows become fewer.
         """
-        size = _size(num_rows)
+        size = rounded_rows(num_rows)
         if (known := _median(self._plain.get(size, ()))) is not None:
             return known
         for larger in sorted(one for one in self._plain if size < one <= 2 * size):
@@ -96,39 +125,56 @@ class Controller:
                 return known if larger <= FEW_ROWS else known * (1 + num_rows / larger) / 2
         return None
 
-    def cost(self, num_rows: int, num_proposals: int) -> float:
-        """Return what a step with so many proposals a row takes, relative to a plain one of which the time is known."""
-        plain, size, more = self.plain_seconds(num_rows), _size(num_rows), num_rows / GUESSED_ROWS
-        if plain is None:
-            return GUESSED_WAIT + more * num_proposals
-        if (known := _fast(self._seconds.get((size, num_proposals), ()))) is not None:
-            return known / plain
-        for fewer in reversed([one for one in (0, *self.choices) if one < num_proposals]):
-            if (known := _fast(self._seconds.get((size, fewer), ()))) is not None:
-                return known / plain + more * (num_proposals - fewer)
-        guess = GUESSED_WAIT + more * num_proposals
-        of_more_rows = (its for key, its in self._seconds.items() if key[0] > size and key[1] == num_proposals)
-        return min((guess, *(known / plain for its in of_more_rows if (known := _fast(its)) is not None)))
+    def cost(self, num_rows: int, num_lines: int, of: int | None = None) -> float:
+        """Return what a step that waits takes, relative to a plain one, of which the time is known. See `note`.
 
-    def choose(self, num_rows: int, expected: list[float], has_waited: bool = False) -> int:
-        """Return how many tokens to propose for each row; 0 if a step without proposals is better.
+        A number of lines that was not measured is guessed to lie between those that were, or to go on from the two
+        largest. Without these it is guessed low, to invite a trial. It takes no longer than as many lines of more rows.
 
-        expected: how many rows are expected to have a right proposal in the first place, in the second, and so on; as
-        long as the longest draft. has_waited: whether the step has waited already, so it would not be a plain one.
+        of: of a part of so many rows, which alternates with the others; relative to its share of their plain step.
         """
-        if not expected or num_rows == 0 or self.plain_seconds(num_rows) is None:
-            return 0
-        best, best_speed = 0, 1 / self.cost(num_rows, 0) if has_waited else MIN_GAIN
-        for choice in self.choices:
-            speed = (1 + sum(expected[:choice]) / num_rows) / self.cost(num_rows, choice)
-            if speed > best_speed:
-                best, best_speed = choice, speed
-            if choice >= len(expected):
-                break  # larger steps would have no more proposals
+        size, plain = rounded_rows(num_rows), self.plain_seconds(of or num_rows)
+        lines = num_lines or size
+        if plain is None:
+            return GUESSED_WAIT + (lines - size) / GUESSED_LINES
+        known = self._known.get(Steps(size, of is not None), {})
+        plain *= num_rows / (of or num_rows)
+        if num_lines in known:
+            return known[num_lines] / plain
+        first, guess = size, (GUESSED_WAIT if of is None else 1.0) * plain
+        if fewer := [one for one in known if one < num_lines]:
+            first, guess = max(fewer) or size, known[max(fewer)]
+        if more := [one for one in known if one > lines]:
+            guess += (lines - first) / (min(more) - first) * (known[min(more)] - guess)
+        else:
+            slope = plain / GUESSED_LINES
+            if below := [one for one in known if size < one < first]:
+                slope = max(slope, (guess - known[max(below)]) / (first - max(below)))
+            guess += (lines - first) * slope
+        for (rows, alternates), its in self._known.items():
+            if rows > size and (of is not None or not alternates):
+                guess = min([guess, *(seconds for one, seconds in its.items() if (one or rows) >= lines)])
+        return guess / plain
+
+    def choose(self, num_rows: int, sizes: list[Size], has_waited: bool = False, of: int | None = None) -> Size | None:
+        """Return the size of a step with which most tokens a second are expected; None if none should be proposed.
+
+        has_waited: whether the step has waited already, so it would not be a plain one. of: see `cost`.
+        """
+        if not sizes or num_rows == 0 or self.plain_seconds(of or num_rows) is None:
+            return None
+        best, best_speed = None, 1 / self.cost(num_rows, 0, of) if has_waited else MIN_GAIN
+        for size in sizes:
+            if (speed := self.speed(num_rows, size, of)) > best_speed:
+                best, best_speed = size, speed
         return best
 
+    def speed(self, num_rows: int, size: Size, of: int | None = None) -> float:
+        """Return how many tokens are expected in the time of one by a plain step. of: see `cost`."""
+        return (1 + size.num_right / num_rows) / self.cost(num_rows, size.num_lines, of)
 
-def _size(num_rows: int) -> int:
+
+def rounded_rows(num_rows: int) -> int:
     """Return a number of rows that stands for a few smaller ones, too."""
     return 1 << (num_rows - 1).bit_length() if num_rows <= 32 else ceil_div(num_rows, 32) * 32
 
@@ -137,6 +183,6 @@ def _median(values: "deque[float] | tuple[()]") -> float | None:
     return sorted(values)[(len(values) - 1) // 2] if len(values) >= NUM_NEEDED else None
 
 
-def _fast(values: "deque[float] | tuple[()]") -> float | None:
+def _fast(values: "deque[float]") -> float | None:
     """Return the time of a step that nothing has disturbed, such as the capture of a graph."""
     return sorted(values)[(len(values) - 1) // 4] if len(values) >= NUM_TRIED else None

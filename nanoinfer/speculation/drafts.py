@@ -15,8 +15,6 @@ places with the same last tokens stand for all, which needs a dict alone.
 
 from array import array
 from collections import Counter
-from contextlib import suppress
-from itertools import islice
 from typing import NamedTuple
 
 from nanoinfer.speculation.text_index import END, TextIndex, count_equal
@@ -35,6 +33,13 @@ class Draft(NamedTuple):
 
     token_ids: list[int]
     score: float
+
+
+class Ahead(NamedTuple):
+    """Says how a copy goes on if the next tokens are what is expected: what is drafted then."""
+
+    expected: "array[int]"
+    token_ids: list[int]
 
 
 class Match(NamedTuple):
@@ -119,12 +124,19 @@ class TextDrafts:
             self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
         return position
 
-    def draft(self, most: int, takes_short: bool = True) -> list[int]:
+    def catch_up(self) -> None:
+        """Have lookups find the newest tokens, too."""
+        self._index.extend()
+
+    def draft(self, most: int, takes_short: bool = True, catches_up: bool = True) -> list[int]:
         """Return at most so many tokens that may come next. `num_before` says how many before them are equal.
 
-        takes_short: whether "suffix" may go by fewer than MIN_MATCH of them where nothing else is found.
+        takes_short: whether "suffix" may go by fewer than MIN_MATCH of them where nothing else is found. catches_up:
+        whether the text itself is looked up as far as it goes; else as far as the last `catch_up`.
         """
         if not self._places or (self._has_missed and self._num_trusted < SURE_MATCH):
+            if catches_up:
+                self._index.extend()
             self._look_up(most)
         if not self._places:
             self._resume()
@@ -133,12 +145,38 @@ class TextDrafts:
             return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
         return self._draft_from_few(most) if takes_short and self._is_suffix else []
 
+    def look_ahead(self, num_proposed: int, most: int) -> Ahead | None:
+        """Return what `draft` will return once so many proposals were right, and the token after them is the source's.
+
+        None where there is not one place alone, or not enough after it.
+        """
+        if len(self._places) != 1:
+            return None
+        start = self._places[0] + num_proposed + 1
+        trusted = min(self._num_trusted + num_proposed + 1, self._max_match)
+        end = start + self._limited(most, trusted)
+        tokens = self._source[self._places[0] : end]
+        if len(self._source) < end or END in tokens:
+            return None
+        return Ahead(tokens[: num_proposed + 1], tokens[num_proposed + 1 :].tolist())
+
+    def follow_ahead(self, ahead: Ahead) -> list[int]:
+        """Take in the tokens that were expected, which were appended to the text; return what comes next."""
+        count = len(ahead.expected)
+        self._num_followed += count
+        self._places, self._has_missed = [self._places[0] + count], False
+        self._num_matched += count
+        self.num_equal += count
+        self.num_before = self.num_equal
+        self._num_trusted = min(self._num_trusted + count, self._max_match)
+        return ahead.token_ids
+
     def _draft_from_few(self, most: int) -> list[int]:
         """Return what follows the newest token elsewhere in the text, without a copy that would be followed."""
         self._of_few = self._of_few or TextIndex(self._index.tokens, 1)
         self._of_few.extend()
         tokens = self._index.tokens
-        if not (places := [*islice(self._of_few.places(tokens), MAX_PLACES)]):
+        if not (places := self._of_few.places(tokens, MAX_PLACES)):
             return []
         match = self._best_match(tokens, places, most)
         self.num_before = match.num_equal
@@ -179,16 +217,16 @@ class TextDrafts:
         source, tokens = self._source, self._index.tokens
         if self._num_trusted and len(tokens) - 1 - self._ended_at <= MAX_REPLACED:
             end = min(self._left_at + MAX_REPLACED, len(source) - (source is tokens))
-            with suppress(ValueError):
-                self._places = [source.index(tokens[-1], self._left_at, end) + 1]
+            near, token_id = source[self._left_at : end], tokens[-1]
+            if token_id in near:
+                self._places = [self._left_at + near.index(token_id) + 1]
                 self._num_matched, self.num_equal, self._has_missed = 1, 1, False
 
     def _look_up(self, most: int) -> None:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
-        self._index.extend()
         best = 0.0
         for index in (self._index, *(self._answers.halves if self._is_suffix else [])):
-            if places := [*islice(index.places(self._index.tokens), MAX_PLACES)]:
+            if places := index.places(self._index.tokens, MAX_PLACES):
                 match = self._best_match(index.tokens, places, most)
                 if match.score > best:
                     best = match.score

@@ -16,15 +16,17 @@ import time
 from array import array
 from collections import Counter
 from itertools import accumulate, takewhile
-from operator import mul
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interfaces import RunnerLimits
+from nanoinfer.engine.interfaces import FEW_ROWS, RunnerLimits, row_sizes
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.integers import ceil_div
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller
-from nanoinfer.speculation.drafts import EarlierAnswers, TextDrafts
+from nanoinfer.speculation.drafts import Ahead, EarlierAnswers, TextDrafts
+from nanoinfer.speculation.offers import Kind, Offers
 from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculation.watch import MAX_WATCHED, Watch
 from nanoinfer.speculative_config import SpeculativeOptions
@@ -36,203 +38,298 @@ NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
 ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
+MIN_ALTERNATING = 192  # rows; parts of fewer take as long as all of them, because a step reads all weights
+MIN_CHANGED = 1.04  # in speed, for rows to begin to take turns, or to end it: that costs time, too
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
+NOTHING = Offers([], 0, {}, [], packs=False)
 
 
 class StepStart(NamedTuple):
     """Says what was known when a step began.
 
-    num_proposed: of each row; None if the step overlaps with the one before it. num_tokens: that had been generated.
-    num_overlapped: steps up to this one that overlap, one after the other.
+    num_lines: see `Controller.note`; None if the step overlaps with the one before it. num_tokens: that had been
+    generated. num_overlapped: steps up to this one that overlap, one after the other. is_beside: whether other rows
+    were in flight.
     """
 
     time: float  # perf_counter
     num_rows: int
-    num_proposed: int | None
+    num_lines: int | None
     num_tokens: int
     num_overlapped: int
+    is_beside: bool
+
+
+# The kind of a row, its draft, and the tokens that came in the place of that.
+Verdict = tuple[Kind, list[int], "array[int]"]
 
 
 class DraftedRow:
     """A sequence, and what it may go on with.
 
-    draft: as of the tokens that `drafts` has followed. num_forced: how many of its tokens, from the first one on, the
-    sequence's form leaves no choice about. They take the place of as many that the text would repeat. num_equal: tokens
-    before the draft, as `TextDrafts` counts them.
+    draft: as of the tokens that `drafts` has followed. Those that the sequence's form leaves no choice about come
+    first. They take the place of as many that the text would repeat. ahead: what is drafted next if all goes well.
     """
 
     def __init__(self, seq: Sequence, drafts: TextDrafts) -> None:
         self.seq, self.drafts = seq, drafts
         self.num_followed = 0
         self.draft: list[int] = []
-        self.num_forced = self.num_equal = 0
+        self.kind: Kind = (0, 0, 0)
+        self.ahead: Ahead | None = None
 
-    def follow(self, most: int, of_text: Acceptance, of_forms: Acceptance, takes_short: bool) -> None:
-        """Judge the draft by the tokens that have come, and draft at most so many for what comes next."""
-        tokens = self.seq.token_ids
-        if self.num_followed == len(tokens):
-            return
-        if self.draft:
-            self._judge(tokens[self.num_followed : self.num_followed + len(self.draft)], of_text, of_forms)
-        self.drafts.follow()
+    def follow(self, most: int, takes_short: bool, catches_up: bool) -> Verdict | None:
+        """Draft at most so many tokens for what comes next; return how the last draft did, if there was one."""
+        tokens, first = self.seq.token_ids, self.num_followed
+        if first == len(tokens):
+            return None
+        verdict = (self.kind, self.draft, tokens[first : first + len(self.draft)]) if self.draft else None
         self.num_followed = len(tokens)
-        self.draft = self.drafts.draft(most, takes_short)
-        self.num_equal = min(self.drafts.num_before, MOST_EQUAL)  # so that rows are of few kinds
+        if self.ahead is not None and tokens[first:] == self.ahead.expected:
+            self.draft = self.drafts.follow_ahead(self.ahead)
+        else:
+            self.drafts.follow()
+            self.draft = self.drafts.draft(most, takes_short, catches_up)
+        self.ahead, num_forced = None, 0
         if self.seq.constraint is not None:
             forced = [*self.seq.constraint.forced()][:most]
-            self.num_forced = len(forced)
-            self.draft[: self.num_forced] = forced
-
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        """What its proposals are believed by: forced ones, equal tokens before them, all that are drafted."""
-        return self.num_forced, self.num_equal, len(self.draft)
-
-    def _judge(self, came: "array[int]", of_text: Acceptance, of_forms: Acceptance) -> None:
-        right, num_forced = num_right(self.draft, came), self.num_forced
-        judged = min(right + 1, len(came))
-        if num_forced:
-            of_forms.judge(0, min(right, num_forced), min(judged, num_forced))
-        if judged > num_forced:
-            of_text.judge(self.num_equal + num_forced, right - num_forced, judged - num_forced)
+            num_forced = len(forced)
+            self.draft[:num_forced] = forced
+        if self.draft:  # few numbers of equal tokens, so that rows are of few kinds
+            self.kind = num_forced, min(self.drafts.num_before, MOST_EQUAL), len(self.draft)
+        return verdict
 
 
 class Speculator:
     """Proposes what sequences of an engine go on with. See `Proposer`.
 
     max_num_tokens: of a row. overlaps: whether plain steps are launched before the tokens of the last one are
-    collected. stats: the engine's, where the time is counted that proposals have saved.
+    collected. stats: the engine's, where the time is counted that proposals have saved. packs_lines,
+    computes_beside_host: see RunnerLimits.
     """
 
-    def __init__(self, options: SpeculativeOptions, max_num_tokens: int, overlaps: bool, stats: EngineMetrics) -> None:
+    def __init__(
+        self,
+        options: SpeculativeOptions,
+        max_num_tokens: int,
+        overlaps: bool,
+        stats: EngineMetrics,
+        packs_lines: bool = False,
+        computes_beside_host: bool = False,
+    ) -> None:
         self.max_num_tokens = max_num_tokens
         self._options, self._overlaps, self._stats = options, overlaps, stats
         self._answers = EarlierAnswers(options.suffix_decoding_max_cached_requests)
         self._learns = options.method == "suffix"
-        self._controller = Controller(max_num_tokens)
+        self._controller, self._packs_lines = Controller(), packs_lines
+        self._choices = [size - 1 for size in row_sizes(max_num_tokens + 1)]
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
-        self._num_worth: dict[tuple[int, int, int], int] = {}  # proposals, by the kind of a row
+        self._verdicts, self._unlearned = list[Verdict](), list[Sequence]()  # from which nothing was learned yet
+        self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # rows of the last step; of each
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
+        self._has_turns = overlaps and packs_lines and computes_beside_host
+        self.alternates, self._num_running = False, 0
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
         self._pays = False  # whether the next step is to wait, because proposals pay or have paid lately
         self._num_saved = 0.0  # plain steps: see MAX_SAVED
+        self._before: StepStart | None = None  # the last step but one
         self._last: StepStart | None = None
 
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
-        if not self._pays:
-            promises = self._choose_by_watched(seqs, num_unknown=1) > 0
+        self._num_running = len(seqs)
+        if not (self._pays or self._proposed):
+            promises = self._pay_for_watched(seqs, num_unknown=1)
             self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
-        self._is_asked = not self._pays
-        return self._pays
+            if not self._pays:
+                self._is_asked = True
+                return False
+        self._use_time()
+        return True
+
+    def _use_time(self) -> None:
+        """Do what does not depend on the tokens of the step in flight, while a device computes it."""
+        self._learn()
+        for row, proposed in zip(self._drafted, self._proposed or [[]] * len(self._drafted), strict=True):
+            if row is not None:
+                row.drafts.catch_up()
+                if row.seq.constraint is None:
+                    row.ahead = row.drafts.look_ahead(len(proposed), self.max_num_tokens)
+
+    def _learn(self) -> None:
+        """Learn how likely proposals are, from the drafts that were followed, and the answers of ended sequences."""
+        for seq in self._unlearned:
+            self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
+        self._unlearned.clear()
+        # Rows often have the same to say.
+        of_forms, of_text = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+        for (num_forced, num_equal, _), draft, came in self._verdicts:
+            right = num_right(draft, came)
+            judged = min(right + 1, len(came))
+            if num_forced:
+                of_forms[0, min(right, num_forced), min(judged, num_forced)] += 1
+            if judged > num_forced:
+                of_text[num_equal + num_forced, right - num_forced, judged - num_forced] += 1
+        self._verdicts.clear()
+        for acceptance, its in ((self._of_forms, of_forms), (self._of_text, of_text)):
+            for verdict, num_rows in its.items():
+                acceptance.judge(*verdict, num_rows)
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
-        """Return the ids of the tokens that each sequence may go on with; an empty list if none has any."""
+        """Return the ids of the tokens that each sequence may go on with; an empty list if none has any.
+
+        If a part of them alternates with the others, the list is that of the part.
+        """
         in_flight, self._is_asked = self._is_asked, False
         overlaps = in_flight and self._overlaps
-        self._note_step(len(seqs), overlaps)
+        # Whether other rows are in flight: those of the last step, unless their tokens have come.
+        is_beside = self.alternates and any(map(attrgetter("num_pending_tokens"), self._seqs))
+        num_all = self._num_running if is_beside else len(seqs)
+        self._note_step(num_all, overlaps, is_beside)
+        if self._verdicts or self._unlearned:
+            self._learn()
         self._notice_ends(seqs)
-        num_proposed = 0
-        proposed: list[list[int]] = []
+        self.alternates = False
+        num_lines, num_rows, rows, self._proposed = 0, len(seqs), list[DraftedRow | None](), []
         if not in_flight:
-            looks = self._pays or len(seqs) <= MAX_WATCHED or self._choose_by_watched(seqs) > 0
-            rows = [self._row_of(seq) for seq in seqs] if looks else []
-            expected = self._expected(len(seqs), rows)
-            num_proposed = self._controller.choose(len(seqs), expected, has_waited=True)
-            pays = self._controller.choose(len(seqs), expected) > 0
-            if self._last is not None and self._last.num_proposed is None:
+            looks = self._pays or is_beside or num_all <= MAX_WATCHED or self._pay_for_watched(seqs)
+            catches_up = len(seqs) <= MAX_SHORT or not self._overlaps  # else there was time for it
+            rows = [self._row_of(seq, catches_up) for seq in seqs] if looks else []
+            offers = self._offers(num_all, rows)
+            size = self._controller.choose(num_all, offers.sizes, has_waited=True)
+            pays = self._pay(num_all, offers, rows)
+            if self._last is not None and self._last.num_lines is None:
                 self._watch.note(was_right=pays)
-            is_known = self._controller.plain_seconds(len(seqs)) is not None
+            is_known = self._controller.plain_seconds(num_all) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
-            if num_proposed:
-                proposed = [self._proposals_of(row, num_proposed) for row in rows]
+            if self._may_alternate(num_all):
+                part = rows[: ceil_div(num_all, 2)]
+                of_part = self._offers(len(part), part)
+                its_size = self._controller.choose(len(part), of_part.sizes, has_waited=True, of=num_all)
+                if its_size is not None:
+                    speed = self._controller.speed(len(part), its_size, num_all)
+                    least = 0.0 if size is None else self._controller.speed(num_all, size)
+                    self.alternates = speed > least * (1 / MIN_CHANGED if is_beside else MIN_CHANGED)
+                if self.alternates or is_beside:
+                    offers, size, num_rows = of_part, its_size, len(part)
+            if size is not None:
+                num_lines, self._proposed = size.num_lines, offers.take(size)
+        self._drafted = rows[:num_rows]
+        before = self._before = self._last
         self._last = StepStart(
             time=time.perf_counter(),
-            num_rows=len(seqs),
-            num_proposed=None if overlaps else num_proposed,
+            num_rows=num_rows,
+            num_lines=None if overlaps else num_lines,
             num_tokens=self._stats.num_generated_tokens,
-            num_overlapped=self._last.num_overlapped + 1 if overlaps and self._last is not None else int(overlaps),
+            num_overlapped=before.num_overlapped + 1 if overlaps and before is not None else int(overlaps),
+            is_beside=is_beside,
         )
-        return proposed
+        return self._proposed
 
-    def _proposals_of(self, row: DraftedRow | None, most: int) -> list[int]:
-        """Return as many of a row's draft as are worth their lines, at most so many."""
-        return row.draft[: min(most, self._num_worth[row.kind])] if row and row.draft else []
+    def _may_alternate(self, num_seqs: int) -> bool:
+        """Return whether two parts of so many sequences may take turns."""
+        return self._has_turns and num_seqs >= MIN_ALTERNATING
 
-    def _choose_by_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> int:
-        """Return how many tokens to propose for each, as far as the few rows say that are watched and stand for all."""
+    def _pay(self, num_seqs: int, offers: Offers, rows: list[DraftedRow | None], num_unknown: int = 0) -> bool:
+        """Return whether steps with these proposals for so many sequences are better than plain ones. See `_offers`."""
+        if offers is NOTHING or self._controller.choose(num_seqs, offers.sizes) is not None:
+            return offers is not NOTHING
+        if not self._may_alternate(num_seqs):
+            return False
+        part = ceil_div(num_seqs, 2)
+        return self._controller.choose(part, self._offers(part, rows, num_unknown).sizes, of=num_seqs) is not None
+
+    def _offers(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> Offers:
+        """Return what could be proposed to so many sequences. rows: of all of them, or of some."""
+        for row in rows:
+            if row is not None and row.draft:
+                break
+        else:
+            return NOTHING
+        chances, packs = self._chances(num_seqs, rows, num_unknown), self._packs_lines and num_seqs > FEW_ROWS
+        return Offers(rows, num_seqs, chances, self._choices, packs)
+
+    def _pay_for_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> bool:
+        """Return whether proposals pay, as far as the few rows say that are watched and stand for all."""
         watched = seqs
         if len(seqs) > MAX_WATCHED:
             watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
-        rows = [self._row_of(seq) for seq in watched]
-        expected = self._expected(len(seqs), rows, num_unknown)
-        return self._controller.choose(len(seqs), expected) if expected else 0
+        rows = [self._row_of(seq, catches_up=True) for seq in watched]
+        return self._pay(len(seqs), self._offers(len(seqs), rows, num_unknown), rows, num_unknown)
 
-    def _row_of(self, seq: Sequence) -> DraftedRow | None:
-        """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals."""
+    def _row_of(self, seq: Sequence, catches_up: bool) -> DraftedRow | None:
+        """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals.
+
+        catches_up: see `TextDrafts.draft`.
+        """
         if seq.sampling_params.logits_processors:
             return None  # a user's function would be called for tokens that are not drawn
         row = self._rows.get(seq)
         if row is None:
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts)
-        row.follow(self.max_num_tokens, self._of_text, self._of_forms, len(self._seqs) <= MAX_SHORT)
+        verdict = row.follow(self.max_num_tokens, len(self._seqs) <= MAX_SHORT, catches_up)
+        if verdict is not None:
+            self._verdicts.append(verdict)
         return row
 
-    def _expected(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> list[float]:
-        """Return how many of so many sequences are expected to have a right proposal first, second, and so on.
+    def _chances(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> dict[Kind, list[float]]:
+        """Return the probability that a row's first proposal counts, its second, and so on, by the kind of the row.
 
-        Drafts are cut where proposals are not worth their lines. rows: of all of them, or of some. num_unknown: tokens
-        that come before the next step, so drafts have to be right about them, too.
+        Unlikely proposals are left out. num_unknown: tokens that come before the next step, so drafts have to be right
+        about them, too.
         """
-        share, least = len(rows) / max(1, num_seqs), min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE)
-        expected, self._num_worth = list[float](), {}
-        drafts = Counter([row.kind for row in rows if row and row.draft])
-        for kind, count in drafts.items():  # rows of a kind, of which there are few
+        least, chances = min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE), dict[Kind, list[float]]()
+        for kind in {row.kind for row in rows if row and row.draft}:
             num_forced, num_equal, num_drafted = kind
             each = self._of_forms.probabilities(0, num_forced) if num_forced else []
             if num_free := num_drafted - num_forced:
                 each += self._of_text.probabilities(num_equal + num_forced, num_free + num_unknown)
             right = math.prod(each[:num_unknown])
-            chances = [*takewhile(lambda chance: chance >= least, accumulate(each[num_unknown:], mul, initial=1.0))][1:]
-            self._num_worth[kind] = len(chances)
-            expected += [0.0] * (len(chances) - len(expected))
-            for place, chance in enumerate(chances):
-                expected[place] += right * chance * count / share
-        return expected
+            likely = takewhile(lambda chance: chance >= least, accumulate(each[num_unknown:], mul, initial=1.0))
+            chances[kind] = [right * chance for chance in [*likely][1:]]
+        return chances
 
     def _notice_ends(self, seqs: list[Sequence]) -> None:
-        """Forget sequences that have finished; "suffix" remembers their answers."""
+        """Forget sequences that have finished; "suffix" learns their answers next."""
         if seqs == self._seqs:
             return
-        for seq in dict.fromkeys([*self._seqs, *self._rows]):
-            if seq.status is SequenceStatus.FINISHED:
-                self._rows.pop(seq, None)
-                if self._learns:
-                    self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
+        ended = [seq for seq in (*self._seqs, *self._rows) if seq.status is SequenceStatus.FINISHED]
+        for seq in dict.fromkeys(ended):
+            self._rows.pop(seq, None)
+            if self._learns:
+                self._unlearned.append(seq)
         self._seqs = [*seqs]
 
-    def _note_step(self, num_rows: int, overlaps: bool) -> None:
+    def _note_step(self, num_rows: int, overlaps: bool, is_beside: bool) -> None:
         """Measure the step before this one, if both are of one kind, so that nothing else took the time between them.
 
-        overlaps: whether this step overlaps with the one before it.
+        num_rows: that run. overlaps: whether this step overlaps with the one before it. is_beside: whether that one is
+        of other rows. Then the one before it was computed in between.
         """
         last = self._last
-        if last is None or last.num_rows != num_rows or num_rows == 0:
+        if last is None or num_rows == 0:
             return
-        seconds, num_before = time.perf_counter() - last.time, last.num_proposed
+        seconds, measured = time.perf_counter() - last.time, last
+        if is_beside:
+            if self._before is None or not (last.is_beside and self._before.num_lines):
+                return
+            measured = self._before
+        elif last.num_rows != num_rows or last.is_beside:
+            return
         # The first ones that overlap are launched faster than the device computes.
-        if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (num_before == 0 and not self._overlaps):
+        if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (measured.num_lines == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
-        elif num_before is not None and not overlaps:
-            self._controller.note(num_rows, num_before, seconds)
+        elif measured.num_lines is not None and not overlaps:
+            self._controller.note(measured.num_rows, measured.num_lines, seconds, is_beside)
             if (plain := self._controller.plain_seconds(num_rows)) is not None:
                 num_steps = (self._stats.num_generated_tokens - last.num_tokens) / num_rows  # plain ones, for as many
-                num_saved = num_steps - self._controller.cost(num_rows, num_before)
-                self._num_saved = min(max(0.0, self._num_saved + num_saved), MAX_SAVED)
-                self._stats.draft_seconds_saved += num_saved * plain
+                of = num_rows if is_beside else None
+                cost = self._controller.cost(measured.num_rows, measured.num_lines, of) * measured.num_rows / num_rows
+                self._num_saved = min(max(0.0, self._num_saved + num_steps - cost), MAX_SAVED)
+                self._stats.draft_seconds_saved += (num_steps - cost) * plain
 
 
 def make_speculator(config: EngineConfig, limits: RunnerLimits, stats: EngineMetrics) -> Speculator | None:
@@ -247,4 +344,7 @@ def make_speculator(config: EngineConfig, limits: RunnerLimits, stats: EngineMet
             options.num_speculative_tokens,
             max_num_tokens,
         )
-    return Speculator(options, max_num_tokens, config.overlap, stats) if max_num_tokens > 0 else None
+    if max_num_tokens == 0:
+        return None
+    beside = limits.computes_beside_host
+    return Speculator(options, max_num_tokens, config.overlap, stats, limits.packs_lines, beside)

@@ -5,7 +5,7 @@ LZ77 do. A token costs one entry in a dict: a quarter of a microsecond, and a hu
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 TOKEN_BYTES = array("i").itemsize
 END = -1  # follows each of several texts; no text has it
@@ -34,12 +34,13 @@ class TextIndex:
             before.append(newest.get(key, -1))
             newest[key] = place
 
-    def places(self, text: "array[int]") -> Iterator[int]:
-        """Yield the places in `tokens` after the last n-gram of a text, the newest first."""
-        place = self._newest.get(text[-self.size :].tobytes(), -1)
-        while place >= 0:
-            yield place
+    def places(self, text: "array[int]", most: int) -> list[int]:
+        """Return the places in `tokens` after the last n-gram of a text, the newest first; at most so many."""
+        place, places = self._newest.get(text[-self.size :].tobytes(), -1), list[int]()
+        while place >= 0 and len(places) < most:
+            places.append(place)
             place = self._before[place - self.size]
+        return places
 
 
 def count_equal(text: "array[int]", other: "array[int]", place: int, most: int) -> int:

@@ -1,6 +1,8 @@
 """Decode steps of several tokens a row on one GPU and on two: answers, CUDA graphs, sleep, the memory of graphs."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -8,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nanoinfer import LLM, RequestOutput, SamplingParams, tiny_model_path
+from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
 from nanoinfer.bench.workloads import write_config
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -62,6 +64,27 @@ def test_answers_are_those_of_single_steps_before_sleep_and_after_it(size: int, 
             if turn < 2:
                 llm.sleep(level=1)
                 llm.wake_up()
+
+
+@SIZES
+def test_answers_with_masks_are_those_of_single_steps(size: int) -> None:
+    """The masks of many rows find their packed lines. Every third request has none."""
+    pytest.importorskip("llguidance")
+    texts = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-zA-Z0-9 ,.]*"))
+    listed = replace(GREEDY, allowed_token_ids=[*range(3, 200)])
+    params = [GREEDY, texts, listed] * len(QUESTIONS)
+    with LLM(tiny_model_path(), tensor_parallel_size=size) as llm:
+        prompts = chat_prompts(llm, QUESTIONS)
+        expected = llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
+    with proposing_llm(tiny_model_path(), tensor_parallel_size=size) as llm:
+        engine_of(llm).proposer = KnownTexts(expected, len(llm.tokenizer), may_differ=True)
+        outputs = llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
+        num_accepted = llm.get_metrics().num_accepted_tokens
+    same = sum(one.token_ids == other.token_ids for one, other in zip(outputs, expected, strict=True))
+    assert same >= 0.97 * len(prompts), f"{same} of {len(prompts)} agree"
+    assert num_accepted > len(prompts)
+    for output in outputs[1::3]:
+        assert re.fullmatch(r"[a-zA-Z0-9 ,.]*", output.text)
 
 
 @SIZES

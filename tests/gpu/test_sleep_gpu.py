@@ -39,14 +39,14 @@ def answers(llm: LLM) -> list[list[int]]:
 @pytest.fixture
 def num_captures(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many graphs this process has captured since the test began."""
-    capture, count = DecodeGraphs._capture, 0
+    capture, count = DecodeGraphs.capture, 0
 
     def counted(self: DecodeGraphs, *args: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
         return capture(self, *args, **options)
 
-    monkeypatch.setattr(DecodeGraphs, "_capture", counted)
+    monkeypatch.setattr(DecodeGraphs, "capture", counted)
     return lambda: count
 
 

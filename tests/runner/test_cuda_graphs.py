@@ -13,8 +13,13 @@ from torch import Tensor
 from nanoinfer import device
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner import graph_pool, stand_ins
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
-from nanoinfer.runner.stand_ins import GraphKey, StandIns
+from nanoinfer.runner.cuda_graphs import (
+    DecodeGraphs,
+    graph_sizes,
+    several_tokens_graph_sizes,
+    sharing_graph_sizes,
+)
+from nanoinfer.runner.stand_ins import GraphKey, StandIns, packed_graph_sizes, usual_packed_keys
 
 
 class StandIn:
@@ -125,6 +130,27 @@ def test_steps_of_several_tokens_a_row_have_a_graph_for_each_number_of_them(monk
     ]
 
 
+def test_rows_of_padding_have_no_packed_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one graph serves any fewer rows."""
+    forward = Forward(monkeypatch)
+    graphs = DecodeGraphs(forward, [1, 32, 64], [64], torch.device("cpu"), is_warm=True)
+    for num_rows in (64, 40):
+        counts = torch.full((num_rows,), 2, dtype=torch.int32)
+        graphs.replay(DecodeBatch(torch.arange(num_rows, dtype=torch.int32), None, 3, counts, num_packed=128))
+    assert len(forward.calls) == 3 + 2, "one graph, which warms up"
+    assert forward.replays[1] == [[*range(40)] + [-1] * 24, [2] * 40 + [0] * 24]
+
+
+def test_few_graphs_of_packed_lines_are_captured_early() -> None:
+    keys = usual_packed_keys(packed_graph_sizes(graph_sizes(256)), num_tokens=9)
+    assert [(key.num_rows, key.num_packed) for key in keys] == [
+        *((256, 1024), (256, 768), (256, 512), (128, 512), (128, 384), (128, 256)),
+        *((64, 256), (64, 128), (32, 128)),
+    ]
+    few = usual_packed_keys(packed_graph_sizes(graph_sizes(20)), num_tokens=2)
+    assert [(key.num_rows, key.num_packed) for key in few] == [(20, 40)], "no more than the rows can have"
+
+
 def test_a_larger_graph_serves_until_its_padding_has_taken_as_long_as_a_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -175,19 +201,19 @@ def test_late_graphs_leave_the_memory_that_steps_need(monkeypatch: pytest.Monkey
 
 
 def test_packed_lines_fit_into_the_graph_that_is_chosen_for_them() -> None:
-    """Each row of padding has a line, and no graph has more lines than its rows can have."""
+    """Rows of padding have no line, and no graph has more lines than its rows can have."""
     rng, chosen = Random(0), StandIns()
     for num_tokens in (2, 3, 9):
-        sizes, captured = several_tokens_graph_sizes(graph_sizes(256)), set[GraphKey]()
+        sizes, captured = packed_graph_sizes(graph_sizes(256)), set[GraphKey]()
         for _ in range(2000):
             size = rng.choice(sizes)
-            num_rows = rng.randint(1 + (sizes[sizes.index(size) - 1] if size > 1 else 0), size)
+            num_rows = rng.randint(1 + (sizes[sizes.index(size) - 1] if size > sizes[0] else 0), size)
             num_own = rng.randint(num_rows, num_rows * num_tokens)
             rows = torch.empty(num_rows, dtype=torch.int32)
             key = GraphKey.of(DecodeBatch(rows, None, num_tokens, rows, num_own), size)
             key = key if key in captured else chosen.choose(key, captured)
             captured.add(key)
-            assert num_own + key.num_rows - num_rows <= key.num_packed <= key.num_rows * num_tokens
+            assert num_own <= key.num_packed <= key.num_rows * num_tokens
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 64, 65, 100, 512])

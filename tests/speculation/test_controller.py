@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from nanoinfer.engine.proposer import rows_meanwhile
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.speculation import speculator, watch
-from nanoinfer.speculation.controller import Acceptance, Controller
+from nanoinfer.speculation.controller import GUESSED_LINES, Acceptance, Controller, Size
 from nanoinfer.speculation.speculator import FORM_PRIOR, Speculator
 from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculation.watch import MAX_WATCHED
@@ -19,43 +20,45 @@ from tests.engine.test_host_work import counted_calls
 from tests.speculation.test_drafts import options_of
 
 
-def learned(plain: float, costs: dict[int, float], num_rows: int = 1, most: int = 8) -> Controller:
-    """A controller that has seen plain steps of so many seconds, and steps with proposals of these."""
-    controller = Controller(most)
+def learned(plain: float, costs: dict[int, float], num_rows: int = 1) -> Controller:
+    """A controller that has seen plain steps of so many seconds, and steps of so many proposals a row of these."""
+    controller = Controller()
     for _ in range(3):
         controller.note_plain(num_rows, plain)
         for num_proposals, seconds in costs.items():
-            controller.note(num_rows, num_proposals, seconds)
+            controller.note(num_rows, num_proposals and num_rows * (1 + num_proposals), seconds)
     return controller
 
 
+def choose(controller: Controller, num_rows: int, expected: list[float]) -> int:
+    """The number of proposals of each row. expected: how many rows have a right one in the first place, and so on."""
+    most = len(expected)
+    sizes = [Size(num_rows * (1 + number), sum(expected[:number])) for number in (1, 2, 4, 8) if number < 2 * most]
+    size = controller.choose(num_rows, sizes)
+    return 0 if size is None else size.num_lines // num_rows - 1
+
+
 def test_nothing_is_proposed_before_plain_steps_were_measured() -> None:
-    controller = Controller(8)
-    assert controller.choose(1, [1.0] * 8) == 0
+    controller = Controller()
+    assert choose(controller, 1, [1.0] * 8) == 0
     controller.note_plain(1, 1.0)
-    assert controller.choose(1, [1.0] * 8) == 0, "the first step captures a graph"
+    assert choose(controller, 1, [1.0] * 8) == 0, "the first step captures a graph"
     controller.note_plain(1, 1.0)
-    assert controller.choose(1, [1.0] * 8) == 8
+    assert choose(controller, 1, [1.0] * 8) == 8
 
 
 def test_the_number_of_proposals_is_the_one_with_most_tokens_a_second() -> None:
     costs = {1: 1.2, 2: 1.3, 4: 1.6, 8: 4.0}
     controller = learned(1.0, costs)
-    assert controller.choose(1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4  # (1 + 3.0) / 1.6, and 5.4 / 4.0
-    assert controller.choose(1, [0.6, 0.1, 0, 0, 0, 0, 0, 0]) == 1
-    assert controller.choose(1, [0.2, 0.05, 0, 0, 0, 0, 0, 0]) == 0, "waiting costs more than that"
-
-
-def test_a_step_is_as_long_as_the_longest_draft_needs() -> None:
-    controller = learned(1.0, {1: 1.5, 2: 1.4, 4: 1.3, 8: 1.2})
-    assert controller.choices == [1, 2, 4, 8]
-    assert controller.choose(1, [0.9, 0.8, 0.7]) == 4, "a step of 8 was measured as faster, but would be one of 4"
+    assert choose(controller, 1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4  # (1 + 3.0) / 1.6, and 5.4 / 4.0
+    assert choose(controller, 1, [0.6, 0.1, 0, 0, 0, 0, 0, 0]) == 1
+    assert choose(controller, 1, [0.2, 0.05, 0, 0, 0, 0, 0, 0]) == 0, "waiting costs more than that"
 
 
 def test_rows_without_proposals_count() -> None:
     controller = learned(1.0, {1: 1.5, 2: 1.5, 4: 1.5, 8: 1.5}, num_rows=4)
-    assert controller.choose(4, [4.0, 4.0] + [0.0] * 6) == 2
-    assert controller.choose(4, [1.0, 1.0] + [0.0] * 6) == 0, "one row of four gains two tokens"
+    assert choose(controller, 4, [4.0, 4.0] + [0.0] * 6) == 2
+    assert choose(controller, 4, [1.0, 1.0] + [0.0] * 6) == 0, "one row of four gains two tokens"
 
 
 def test_costs_are_relative_to_plain_steps_of_their_time() -> None:
@@ -63,7 +66,7 @@ def test_costs_are_relative_to_plain_steps_of_their_time() -> None:
     controller = learned(1.0, {1: 1.2, 2: 1.3, 4: 1.6, 8: 4.0})
     for _ in range(5):
         controller.note_plain(1, 3.0)
-    assert controller.choose(1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4
+    assert choose(controller, 1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]) == 4
 
 
 def test_plain_steps_that_took_longer_than_steps_with_proposals_take_now_do_not_count_for_ever() -> None:
@@ -71,17 +74,17 @@ def test_plain_steps_that_took_longer_than_steps_with_proposals_take_now_do_not_
     controller = learned(16.0, {0: 17.0, 4: 26.0}, num_rows=64)
     for _ in range(3):
         controller.note(64, 0, 9.0)
-        controller.note(64, 4, 12.0)
-    assert controller.choose(64, [20.0] * 4) > 0, "2.25 tokens pay for 1.33 of a step"
-    assert controller.choose(64, [3.0] * 4) == 0, "1.19 do not"
+        controller.note(64, 64 * 5, 12.0)
+    assert choose(controller, 64, [20.0] * 4) > 0, "2.25 tokens pay for 1.33 of a step"
+    assert choose(controller, 64, [3.0] * 4) == 0, "1.19 do not"
 
 
 def test_costs_of_other_sizes_say_nothing_and_a_slow_trial_is_the_last() -> None:
     controller = learned(1.0, dict.fromkeys((1, 2, 4, 8), 50.0), num_rows=1)
-    assert controller.choose(1, [1.0] * 8) == 0
+    assert choose(controller, 1, [1.0] * 8) == 0
     for _ in range(3):
         controller.note_plain(16, 1.0)
-    assert controller.choose(16, [16.0] * 8) > 0
+    assert choose(controller, 16, [16.0] * 8) > 0
 
 
 def test_acceptance_knows_after_how_many_equal_tokens_texts_differ() -> None:
@@ -98,6 +101,15 @@ def test_acceptance_knows_after_how_many_equal_tokens_texts_differ() -> None:
     for _ in range(2000):
         acceptance.judge(0, 0, 1)
     assert acceptance.probabilities(0, 1)[0] < 0.1, "what happened lately counts"
+
+
+def test_a_number_of_lines_that_was_not_measured_costs_what_lies_between_those_that_were() -> None:
+    controller = learned(1.0, {0: 1.0, 1: 1.1, 3: 1.2}, num_rows=128)
+    assert controller.cost(128, 256) == pytest.approx(1.1)
+    assert controller.cost(128, 384) == pytest.approx(1.15)
+    assert controller.cost(128, 640) == pytest.approx(1.2 + 128 / GUESSED_LINES), "it is worth a trial"
+    assert controller.plain_seconds(96) == pytest.approx(0.875)
+    assert controller.cost(96, 512) == pytest.approx(1.2 / 0.875), "no more than with more rows"
 
 
 class FakeTime:
@@ -121,6 +133,7 @@ def run(spec: Speculator, stats: EngineMetrics, seqs: list[Sequence], texts: lis
         num_steps += 1
         if proposed:
             assert not pending
+            assert spec.waits(seqs), "its tokens are not known"
             take(seqs, texts, proposed, stats)
         else:
             if pending:
@@ -187,10 +200,10 @@ def test_text_that_copies_its_prompt_has_proposals_and_what_they_save_is_counted
     assert stats.draft_seconds_saved > 30
 
 
-@pytest.mark.parametrize("first", [0, 20, 28])
+@pytest.mark.parametrize("first", [0, 20, 36])
 def test_rows_that_begin_to_repeat_are_found_wherever_they_are(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four of 32 rows. All have 300 tokens of nothing before."""
-    stats, seqs = EngineMetrics(), sequences(32, prompt=100)
+    """Four of 40 rows. All have 300 tokens of nothing before."""
+    stats, seqs = EngineMetrics(), sequences(40, prompt=100)
     monkeypatch.setattr(watch, "TOKENS_A_SECOND", 50)  # so that a turn takes two to nine steps
     spec = Speculator(options_of("suffix", most=8), 8, True, stats)
     texts = []
@@ -254,6 +267,7 @@ def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
     assert spec._rows[seq].draft == [60, 62, 52, 53]
     seq.token_ids.extend([60, 62, 7])
     spec.propose([seq])
+    spec._learn()
     assert spec._of_forms.probabilities(0, 1)[0] > FORM_PRIOR
     assert spec._of_text.probabilities(5, 1)[0] < 0.5
 
@@ -271,7 +285,62 @@ def test_sequences_that_have_finished_are_forgotten_and_their_answers_found() ->
     spec.propose([seq])
     seq.token_ids.extend([7, 8, 9, 10])
     seq.status = SequenceStatus.FINISHED
-    other.token_ids.extend([7, 8, 9])
     spec.propose([other])
     assert seq not in spec._rows
+    other.token_ids.extend([7, 8, 9])
+    spec.propose([other])
     assert spec._rows[other].draft == [10]
+
+
+class Device:
+    """Computes steps one after the other beside the host, which takes half a second for each that waits."""
+
+    def __init__(
+        self, spec: Speculator, stats: EngineMetrics, clock: FakeTime, seconds: Callable[[int, int], float]
+    ) -> None:
+        self.spec, self.stats, self.clock, self.seconds = spec, stats, clock, seconds
+        self.in_flight: list[tuple[list[Sequence], list[list[int]], float]] = []
+        self.num_beside = self.num_whole = 0  # steps with proposals
+
+    def run(self, seqs: list[Sequence], texts: dict[Sequence, list[int]]) -> None:
+        """Run steps over fixed texts until all have ended, as an engine does."""
+        free, has_proposals = 0.0, False
+        while seqs or self.in_flight:
+            waits = bool(self.in_flight) and (self.spec.waits(seqs) or has_proposals)
+            live = [seq for seq in seqs if len(seq.token_ids) + seq.num_pending_tokens < len(texts[seq])]
+            live = rows_meanwhile(live, cast(Any, self.spec)) if waits else live
+            if live:
+                proposed = self.spec.propose(live)
+                live, has_proposals = live[: len(proposed) or None], bool(proposed)
+                self.clock.now += 0.5 if waits or not self.in_flight else 0.1
+                num_lines = len(live) + sum(map(len, proposed))
+                free = max(self.clock.now, free) + self.seconds(len(live), num_lines)
+                for seq in live:
+                    assert waits or not proposed or seq.num_pending_tokens == 0
+                    seq.num_pending_tokens += 1
+                self.num_beside += bool(self.in_flight and proposed)
+                self.num_whole += bool(not self.in_flight and proposed)
+                self.in_flight.append((live, proposed or [[]] * len(live), free))
+            while len(self.in_flight) > bool(live):
+                its, proposed, end = self.in_flight.pop(0)
+                self.clock.now = max(self.clock.now, end)
+                for seq in its:
+                    seq.num_pending_tokens -= 1
+                take(its, [texts[seq] for seq in its], proposed, self.stats)
+                seqs = [seq for seq in seqs if len(seq.token_ids) < len(texts[seq])]
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_parts_of_the_rows_take_turns_where_that_takes_less_time(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the rows take half of the time, or nearly as long as all of them."""
+    stats, clock, seqs = EngineMetrics(), FakeTime(monkeypatch), sequences(192, prompt=100)
+    spec = Speculator(options_of("suffix", most=8), 8, True, stats, packs_lines=True, computes_beside_host=True)
+    device = Device(spec, stats, clock, lambda rows, lines: (rows / 192 if pays else 1) + lines / 1536)
+    for seq in seqs:
+        seq.token_ids.append(seq.prompt_token_ids[0])
+    texts = {seq: seq.prompt_token_ids * 6 for seq in seqs}
+    device.run(seqs, texts)
+    assert all(seq.token_ids.tolist() == texts[seq] for seq in texts)
+    assert device.num_beside + device.num_whole > 30
+    assert device.num_beside > 20 if pays else device.num_beside < 12, "a trial"
+    assert stats.draft_seconds_saved > 20

@@ -41,7 +41,8 @@ def test_an_index_finds_all_places_of_the_last_tokens_the_newest_first(size: int
         index.extend()
         last = tokens[-size:]
         places = [place for place in range(size, len(tokens)) if tokens[place - size : place] == last]
-        assert [*index.places(tokens)] == (places[::-1] if len(tokens) >= size else [])
+        assert index.places(tokens, 1000) == (places[::-1] if len(tokens) >= size else [])
+        assert index.places(tokens, 2) == index.places(tokens, 1000)[:2]
 
 
 def test_ngrams_go_on_from_the_longest_match() -> None:
@@ -180,3 +181,36 @@ def test_rewriting_takes_a_third_of_the_steps(text: str, method: str, least: flo
             drafts.follow()
             num_steps += 1
     assert 5 * 1000 / num_steps > least
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_what_was_looked_ahead_is_what_would_be_drafted(method: str) -> None:
+    """Copies of the prompt, of the text's own end and of an earlier answer; a step may have fewer proposals."""
+    rng, num_ahead, num_steps = Random(3), 0, 0
+    options, answers = options_of(method, most=8, prompt_lookup_min=2), EarlierAnswers(10)
+    answers.add(array("i", range(40, 70)))
+    for _ in range(40):
+        prompt = [rng.randrange(30) for _ in range(60)]
+        answer = [*prompt[rng.randrange(30) :], *range(42, 68), *prompt[5:20] * 3, 7, *prompt[rng.randrange(30) :]]
+        known, known_ahead = array("i", prompt), array("i", prompt)
+        one, other = TextDrafts(options, known, answers), TextDrafts(options, known_ahead, answers)
+        draft = one.draft(8)
+        assert other.draft(8) == draft
+        while answer:
+            proposed = draft[: rng.randint(0, 8)]
+            ahead = other.look_ahead(len(proposed), 8)
+            came = answer[: num_right(proposed, answer) + 1]
+            del answer[: len(came)]
+            known.extend(came)
+            known_ahead.extend(came)
+            one.follow()
+            draft = one.draft(8)
+            if ahead is not None and ahead.expected == array("i", came):
+                assert other.follow_ahead(ahead) == draft
+                num_ahead += 1
+            else:
+                other.follow()
+                assert other.draft(8) == draft
+            assert other.num_before == one.num_before
+            num_steps += 1
+    assert num_ahead > num_steps // 5

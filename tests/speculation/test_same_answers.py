@@ -9,7 +9,7 @@ import pytest
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.scheduler import RESERVED_TOKENS
-from nanoinfer.speculation.controller import Controller
+from nanoinfer.speculation.controller import Controller, Size
 from tests.engine.test_rows_of_several_tokens import GREEDY, MODELS, PARAMS, SIZES, draw_prompts, folders
 from tests.proposers import assert_same_answers, engine_of
 
@@ -23,8 +23,8 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 6, "suffix_decoding_max_
 def proposes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps cost: a test must not depend on times."""
 
-    def most(controller: Controller, num_rows: int, expected: list[float], has_waited: bool = False) -> int:
-        return next(choice for choice in (0, *controller.choices) if choice >= len(expected))
+    def most(_controller: Controller, _num_rows: int, sizes: list[Size], **_: Any) -> Size | None:
+        return sizes[-1] if sizes else None
 
     monkeypatch.setattr(Controller, "choose", most)
     monkeypatch.setattr(Controller, "plain_seconds", lambda *_: 1e-3)

@@ -82,7 +82,7 @@ class PackedLines(NamedTuple):
     """
 
     unpacked: Tensor  # (num_packed,) int64: which of these lines each packed one is
-    packed: Tensor  # (num_rows * num_tokens,) int64: the packed line of each; for padding, the last one of its row
+    packed: Tensor  # (num_rows * num_tokens,) int64: the packed line of each; for padding, the last one before it
     are_own: Tensor  # (num_packed,) bool: False for padding after the last row
 
     @classmethod
@@ -96,8 +96,8 @@ class PackedLines(NamedTuple):
         row = torch.searchsorted(starts[1:], line, right=True).clamp(max=len(num_row_tokens) - 1)
         unpacked = row * num_tokens + (line - starts[row]).clamp(max=num_tokens - 1)
         token = torch.arange(num_tokens, dtype=torch.int32, device=device)
-        packed = starts[:-1, None] + torch.minimum(token, num_row_tokens[:, None] - 1)
-        return cls(unpacked, packed.flatten().long(), line < starts[-1])
+        packed = starts[:-1, None] + torch.minimum(token, num_row_tokens[:, None] - 1)  # maybe -1 where all is padding
+        return cls(unpacked, packed.flatten().long().clamp(min=0), line < starts[-1])
 
     def take(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the packed ones of what all lines have, (num_rows * num_tokens,) each; padding has no slot."""
