@@ -291,7 +291,7 @@ class Setup:
             return graphs
 
         if num_tokens > 1:
-            num_packed = sum(size * (num_tokens - 1) // packed_step(size) for size in packed_graph_sizes(sizes))
+            num_packed = sum(size * num_tokens // packed_step(size) for size in packed_graph_sizes(sizes))
             count = ceil_div(count + num_late + num_packed, 2)  # two are captured of each size
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         graph_bytes = memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES

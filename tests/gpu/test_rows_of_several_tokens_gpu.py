@@ -13,9 +13,11 @@ import torch
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
 from nanoinfer.bench.workloads import write_config
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.interfaces import packed_step, row_sizes
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner.cuda_graphs import graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
+from nanoinfer.runner.stand_ins import GraphKey, packed_graph_sizes
 from nanoinfer.runner.step_tables import PADDING_ROW
 from tests.engine.test_rows_of_several_tokens import PARAMS, compare, draw_prompts, folders
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties, chat_prompts
@@ -133,12 +135,17 @@ def capture_all_graphs(engine: LLMEngine, max_num_seqs: int) -> None:
     graphs = engine.runner.model_runner.state.decode_graphs  # type: ignore[union-attr]
     assert graphs is not None
     sizes = several_tokens_graph_sizes(graph_sizes(max_num_seqs))
-    for num_tokens in range(1, 9):
+    for num_tokens in (1, *row_sizes(8)):
         for size in sizes:
             rows = torch.full((size,), PADDING_ROW, dtype=torch.int32, device="cuda")
             num_row_tokens, none = torch.ones_like(rows), torch.zeros_like(rows)
             graphs.replay(DecodeBatch(rows, None, num_tokens, num_row_tokens))
             if size in sharing_graph_sizes(max_num_seqs):
                 graphs.replay(DecodeBatch(rows, SharedPrefixes(none, none), num_tokens, num_row_tokens))
+    for size in packed_graph_sizes(graph_sizes(max_num_seqs)):
+        for lines in range(packed_step(size), 8 * size + 1, packed_step(size)):
+            key = GraphKey(size, num_tokens=8, shares_prefixes=False, num_packed=lines)
+            if key not in graphs._graphs:
+                graphs.capture(key, is_late=True)
     torch.cuda.synchronize()
-    assert len(graphs._graphs) > 7 * len(sizes)
+    assert len(graphs._graphs) > 5 * len(sizes)
