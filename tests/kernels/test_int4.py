@@ -63,7 +63,10 @@ def test_bad_scales_and_rows_spoil_their_own_results() -> None:
 
 @loops_are_interpreted
 @pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize(("num_outputs", "num_inputs", "group_size"), [(40, 256, 32), (3, 64, None), (33, 24, 8)])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "group_size"),
+    [(40, 256, 32), (3, 64, None), (33, 24, 8), (33, 192, 32), (5, 320, 160), (3, 96, 48)],
+)
 def test_a_widened_weight_is_the_specified_one(
     num_outputs: int, num_inputs: int, group_size: int | None, has_zeros: bool
 ) -> None:
@@ -120,10 +123,11 @@ def test_experts_in_4_bits_equal_their_specification(num_tokens: int, group_size
 @loops_are_interpreted
 @pytest.mark.usefixtures("exact_bfloat16")
 def test_values_of_e2m1_equal_their_specification() -> None:
-    weight = random_weight(48, 256, 32, False)._replace(is_e2m1=True)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        wide = kernels.widen(*weight[:3], dtype, is_e2m1=True)
-        assert torch.equal(wide, dequantize(weight).to(dtype))
+    for num_inputs in (192, 256):  # blocks of 64 inputs, and of 128
+        weight = random_weight(48, num_inputs, 32, False)._replace(is_e2m1=True)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            wide = kernels.widen(*weight[:3], dtype, is_e2m1=True)
+            assert torch.equal(wide, dequantize(weight).to(dtype))
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).half()
     sums = kernels.int4_product(x, weight, 2)
     torch.testing.assert_close(sums.float().sum(0), x.float() @ dequantize(weight).T, rtol=2e-3, atol=1e-2)

@@ -372,9 +372,9 @@ def test_a_weight_is_read_in_4_bits_for_few_rows_where_a_kernel_serves_it(
     monkeypatch.setattr(int4, "has_hopper_kernels", lambda _: on_hopper)
 
     def serves(num_rows: int, num_inputs: int = 256, group_size: int = 128, **changes: Any) -> bool:
-        dtype = changes.pop("dtype", torch.bfloat16)
-        numbers = torch.zeros(8, num_inputs // 8, dtype=torch.int32)
-        weight = PackedWeight(numbers, torch.zeros(8, num_inputs // group_size), **changes)
+        dtype, num_outputs = changes.pop("dtype", torch.bfloat16), changes.pop("num_outputs", 8)
+        numbers = torch.zeros(num_outputs, num_inputs // 8, dtype=torch.int32)
+        weight = PackedWeight(numbers, torch.zeros(num_outputs, num_inputs // group_size), **changes)
         x: Any = RowsOnAGpu(num_rows, num_inputs, dtype)
         return reads_4_bits(x, weight)
 
@@ -382,6 +382,8 @@ def test_a_weight_is_read_in_4_bits_for_few_rows_where_a_kernel_serves_it(
     assert not serves(1025)
     assert (serves(65), serves(1024, group_size=32)) == (on_hopper, on_hopper)
     assert not serves(65, num_inputs=384, group_size=192), "groups that are no parts of a block"
+    assert not serves(65, num_outputs=12), "outputs that cannot be written eight at a time"
+    assert serves(64, num_outputs=12), "by the common kernel"
     assert not serves(1, num_inputs=192, group_size=64), "a block that is not whole"
     assert not serves(1, dtype=torch.float32)
     assert not serves(1, groups=torch.zeros(256, dtype=torch.int32)), "inputs in another order"

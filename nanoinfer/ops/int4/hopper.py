@@ -28,9 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile
-from nanoinfer.ops.int4.spec import COLUMNS, MANY_COLUMNS, MANY_ROWS
+from nanoinfer.ops.int4.spec import COLUMNS, MANY_COLUMNS, MANY_ROWS, OUTPUTS_AT_ONCE
 from nanoinfer.ops.int4.triton import BLOCK, E2M1_BF16, E2M1_F16, NUMBERS_BF16, NUMBERS_F16, WORDS
 
+AT_ONCE = gl.constexpr(OUTPUTS_AT_ONCE)
 MAX_ROWS_WITH_SCALED_SUMS = gl.constexpr(64)  # with more, the weight is scaled
 
 
@@ -207,12 +208,18 @@ def _multiply_block(acc, weight, x, part, groups, PARTS: gl.constexpr):
 
 @gluon.jit
 def _store(acc, out_ptr, first_row, first_column, split, num_rows, num_outputs, dtype: gl.constexpr):
-    """Write sums, (COLUMNS, ROWS), into those of a split."""
-    layout: gl.constexpr = acc.type.layout
+    """Write sums, (COLUMNS, ROWS), into those of a split.
+
+    Lanes exchange sums within their warp first, so that each writes neighbouring outputs of a row at once.
+    """
+    share: gl.constexpr = min(AT_ONCE, acc.shape[1] // 2)  # of the 16 outputs that a warp has
+    layout: gl.constexpr = gl.BlockedLayout([share, 1], [16 // share, 2 * share], [4, 1], [0, 1])
+    acc = gl.convert_layout(acc.to(dtype), layout)
     column = gl.expand_dims(first_column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)
     row = gl.expand_dims(first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
+    num_outputs = num_outputs // AT_ONCE * AT_ONCE  # which it is, so that the compiler knows
     out_ptrs = out_ptr + (split * num_rows + row).to(gl.int64) * num_outputs + column
-    gl.store(out_ptrs, acc.to(dtype), mask=(row < num_rows) & (column < num_outputs))
+    gl.store(out_ptrs, acc, mask=(row < num_rows) & (column < num_outputs))
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_steps", "num_outputs", "num_blocks", "num_groups"])
@@ -256,16 +263,19 @@ def _hopper_int4_kernel(
     column = gl.minimum(place[1] + gl.arange(0, COLUMNS, gl.SliceLayout(1, operand)), num_outputs - 1)
     line = column.to(gl.int64) * num_groups
     acc = gl.zeros([COLUMNS, ROWS], gl.float32, layout)
+    groups = _load_groups((scales_ptr, zeros_ptr), line, gl.minimum(first, num_blocks - 1), GROUPS, GROUP_BLOCKS)
     for step in range(count):
         stage = step % STAGES
         for index in gl.static_range(BLOCKS):
-            block = gl.minimum(first + step * BLOCKS + index, num_blocks - 1)  # behind the end x and weight are 0
-            groups = _load_groups((scales_ptr, zeros_ptr), line, block, GROUPS, GROUP_BLOCKS)
+            # Those of the next block arrive during this block's product. Behind the end x and weight are 0.
+            following = gl.minimum(first + step * BLOCKS + index + 1, num_blocks - 1)
+            next_groups = _load_groups((scales_ptr, zeros_ptr), line, following, GROUPS, GROUP_BLOCKS)
             if index == 0:
                 mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             buffer = stage * BLOCKS + index
             weight = _quarters(words.index(buffer).load(operand), groups, x.dtype, E2M1)
             acc = _multiply_block(acc, weight, x, buffer * PARTS, groups, PARTS)
+            groups = next_groups
         if step + STAGES < count:
             _fill(descriptors, buffers, full, first, step + STAGES, place, STAGES)
     _store(acc, out_ptr, place[0], place[1], split, num_rows, num_outputs, x_desc.dtype)
@@ -321,7 +331,7 @@ def _multiply_units(
     """Multiply one share of the outputs of each unit, and write the sums."""
     x, words = buffers
     scales_ptr, zeros_ptr, out_ptr = pointers
-    num_rows, num_outputs, _, num_groups, _, num_units = sizes
+    num_rows, num_outputs, num_blocks, num_groups, _, num_units = sizes
     num_tile_rows: gl.constexpr = x.shape[1]
     share_columns: gl.constexpr = words.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, num_tile_rows, 16])
@@ -333,14 +343,18 @@ def _multiply_units(
         column = first_column + gl.arange(0, share_columns, gl.SliceLayout(1, operand))
         line = gl.minimum(column, num_outputs - 1).to(gl.int64) * num_groups
         acc = gl.zeros([share_columns, num_tile_rows], gl.float32, layout)
+        groups = _load_groups((scales_ptr, zeros_ptr), line, gl.minimum(first, num_blocks - 1), GROUPS, GROUP_BLOCKS)
         for block in range(first, first + count):
             stage = used % STAGES
-            groups = _load_groups((scales_ptr, zeros_ptr), line, block, GROUPS, GROUP_BLOCKS)
             mbarrier.wait(full.index(stage), (used // STAGES) & 1)
             tile = words.index(stage * (COLUMNS // share_columns) + share)
             weight = _quarters(tile.load(operand), groups, x.dtype, E2M1)
+            # Those of the next block arrive during this block's product.
+            following = gl.minimum(block + 1, num_blocks - 1)
+            next_groups = _load_groups((scales_ptr, zeros_ptr), line, following, GROUPS, GROUP_BLOCKS)
             acc = _multiply_block(acc, weight, x, stage, groups, 1)
             mbarrier.arrive(empty.index(stage), count=1)
+            groups = next_groups
             used += 1
         _store(acc, out_ptr, first_row, first_column, split, num_rows, num_outputs, x.dtype)
 

@@ -40,6 +40,7 @@ MAX_FITTED_ROWS = 1024  # at a time, to bound the memory that this takes
 # How the kernels cut `int4_product`, so that callers know how far to split its sums.
 ROWS, COLUMNS = 128, 64  # of a tile, at most: rows and outputs
 MANY_ROWS, MANY_COLUMNS = 256, 128  # of one for more rows, on Hopper
+OUTPUTS_AT_ONCE = 8  # that a thread of Hopper's kernel writes: it takes a multiple of so many outputs
 MIN_BLOCKS = 8  # that a program sums up where several share a sum
 SMALL_PROGRAMS, LARGE_PROGRAMS = 6, 3  # most for each multiprocessor that sums are split for
 MAX_ROWS, MAX_HOPPER_ROWS = 64, 1024  # for which the kernels read a weight in 4 bits; for more it is widened first
@@ -181,9 +182,14 @@ def reads_4_bits(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def has_hopper_kernel(weight: PackedWeight, device: torch.device) -> bool:
-    """Return whether Hopper's kernel takes such a weight: groups are quarters or halves of a block, or whole blocks."""
+    """Return whether Hopper's kernel takes such a weight.
+
+    Its groups are quarters or halves of a block, or whole blocks. Its outputs are a multiple of OUTPUTS_AT_ONCE.
+    """
     group_size = weight.numbers.shape[-1] * PACKED // weight.num_groups
-    return has_hopper_kernels(device) and (group_size in (32, 64) or group_size % BLOCK == 0)
+    if weight.numbers.shape[-2] % OUTPUTS_AT_ONCE or not (group_size in (32, 64) or group_size % BLOCK == 0):
+        return False
+    return has_hopper_kernels(device)
 
 
 def num_splits(num_rows: int, num_inputs: int, num_outputs: int, is_split: bool, multiprocessors: int) -> int:

@@ -34,7 +34,7 @@ LESS_F16 = tl.constexpr("sub.f16x2 $0, $1, $2;")
 # $1 $2, of two; before Hopper bfloat16 has no product, so -0 is added.
 TIMES_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
 TIMES_F16 = tl.constexpr("mul.f16x2 $0, $1, $2;")
-WIDE_COLUMNS = 32  # outputs that a program widens, of one block
+WIDE_WORDS, WIDE_WARPS = 256, 2  # words that a program widens, of one block of some outputs, and its warps
 
 
 def _ptx_of_numbers(above: str) -> str:
@@ -389,12 +389,16 @@ def _widen_kernel(
     COLUMNS: tl.constexpr,
     E2M1: tl.constexpr,
 ):
-    """Widen one block of a few outputs."""
+    """Widen one block of a few outputs. Neighbouring programs write neighbouring blocks, which memory takes faster."""
     group_size: tl.constexpr = num_inputs // num_groups
+    block_size: tl.constexpr = 8 * words_of_block
+    num_blocks: tl.constexpr = num_inputs // block_size
     # Then each place of the words has one group.
-    is_even: tl.constexpr = words_of_block == 16 and group_size % 16 == 0
-    block = tl.program_id(1)
-    column, word = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WORDS)
+    is_even: tl.constexpr = group_size % block_size == 0 or (
+        block_size % group_size == 0 and group_size % words_of_block == 0
+    )
+    block = tl.program_id(0) % num_blocks
+    column, word = tl.program_id(0) // num_blocks * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WORDS)
     line, is_column = column.to(tl.int64), column < num_outputs
     mask = is_column[:, None] & (word < words_of_block)[None, :]
     words_ptrs = words_ptr + line[:, None] * (num_inputs // 8) + block * words_of_block + word[None, :]
@@ -402,10 +406,10 @@ def _widen_kernel(
     if E2M1:
         shared = _e2m1_words(words)
     for index in tl.static_range(8):
-        place = block * (8 * words_of_block) + index * words_of_block + word
+        place = block * block_size + index * words_of_block + word
         if is_even:
-            if index == 0 or index * 16 % group_size == 0:
-                group = (block * 128 + index * 16) // group_size
+            if index == 0 or index * words_of_block % group_size == 0:
+                group = (block * block_size + index * words_of_block) // group_size
                 scale, zero = _load_scales(scales_ptr, zeros_ptr, line * num_groups + group, is_column)
                 scales, zeros = scale[:, None], zero[:, None]
         else:
@@ -455,8 +459,8 @@ def widen(numbers, scales, zeros, dtype, is_e2m1=False):
     *outputs, num_words = numbers.shape
     num_outputs, num_inputs = math.prod(outputs), num_words * 8
     words_of_block = num_words & -num_words if num_words % WORDS.value else WORDS.value
-    out = numbers.new_empty((*outputs, num_inputs), dtype=dtype)
-    _widen_kernel[(triton.cdiv(num_outputs, WIDE_COLUMNS), num_words // words_of_block)](
+    out, columns = numbers.new_empty((*outputs, num_inputs), dtype=dtype), WIDE_WORDS // words_of_block
+    _widen_kernel[(triton.cdiv(num_outputs, columns) * (num_words // words_of_block),)](
         numbers,
         scales,
         zeros,
@@ -466,8 +470,8 @@ def widen(numbers, scales, zeros, dtype, is_e2m1=False):
         num_groups=scales.shape[-1] if scales.dim() == numbers.dim() else 1,
         words_of_block=words_of_block,
         WORDS=words_of_block,
-        COLUMNS=WIDE_COLUMNS,
+        COLUMNS=columns,
         E2M1=is_e2m1,
-        num_warps=4,
+        num_warps=WIDE_WARPS,
     )
     return out
