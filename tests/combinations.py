@@ -246,7 +246,6 @@ def check(combination: Combination, folder: Path) -> str:
         if combination.max_row_tokens > 1:  # other seeds, or rounding, may change answers: then proposals are wrong
             vocab_size, first_id = combination.model["vocab_size"], len(outputs)
             known = KnownTexts(outputs, vocab_size, combination.seed, first_id=first_id, may_differ=True)
-            known.alternates = combination.seed % 2 == 0
             engine_of(llm).proposer = known
             outputs = llm.generate(combination.prompts, combination.params, use_tqdm=False)
             engine_of(llm).proposer = None

@@ -35,11 +35,9 @@ def proposing_llm(folder: Path | str, **options: Any) -> Iterator[LLM]:
 class KnownTexts:
     """Proposes what sequences are known to go on with; often too little, and sometimes a wrong token and what follows.
 
-
     outputs: of the same requests without proposals. seed: of the lengths, and of what is wrong. share_right: how many
     proposals are right from their first to their last token. first_id: request_id of the first of these requests.
-    may_differ: whether sequences may go on otherwise. alternates: whether steps often leave the last rows out, which
-    have the next step.
+    may_differ: whether sequences may go on otherwise.
     """
 
     max_num_tokens = MAX_ROW_TOKENS - 1
@@ -52,7 +50,6 @@ class KnownTexts:
         share_right: float = 0.6,
         first_id: int = 0,
         may_differ: bool = False,
-        alternates: bool = False,
     ) -> None:
         self.texts = {
             (first_id + index, one.index): one.token_ids
@@ -62,14 +59,11 @@ class KnownTexts:
         self._rng, self._vocab_size, self._share_right = Random(seed), vocab_size, share_right
         self._may_differ = may_differ
         self.num_proposed = 0
-        self.alternates = alternates
 
     def waits(self, seqs: list[Sequence]) -> bool:
         return True
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
-        if self.alternates and self._rng.random() < 0.5:
-            seqs = seqs[: (1 + len(seqs)) // 2]
         proposed = [self._of(seq) for seq in seqs]
         self.num_proposed += sum(map(len, proposed))
         return proposed

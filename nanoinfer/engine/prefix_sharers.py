@@ -86,7 +86,7 @@ class SharerFinder:
         if self.max_prefix_sharers < 2:
             return decode, []
         if self._is_stale or decode != self._decode:
-            if self._is_stale or not REGROUP_BELOW * self._num_searched <= len(decode) <= self._num_searched:
+            if self._is_stale or len(decode) < REGROUP_BELOW * self._num_searched:
                 found = self._find(decode)
                 self._num_searched = len(decode)
             else:

@@ -30,13 +30,6 @@ class Proposer(Protocol):
 
     max_num_tokens: int  # the most tokens that it proposes for a sequence: the engine's memory is sized by it
 
-    @property
-    def alternates(self) -> bool:
-        """Whether rows that are not in flight have a step while others are in flight with proposals.
-
-        Then two parts of the rows take turns: a device computes one while the host proposes for the other.
-        """
-
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next decode step waits until the one in flight is collected, to have proposals.
 
@@ -47,14 +40,9 @@ class Proposer(Protocol):
     def propose(self, seqs: list[Sequence]) -> abc.Sequence[abc.Sequence[int]]:
         """Return the ids of the tokens that each sequence may go on with, maybe none; nothing if no sequence has any.
 
-        If only the first ones get a list, the others are left out of the step. It is asked in each decode step. All
-        tokens of these sequences are known, except where `waits` has just returned False: then nothing can be proposed.
+        It is asked in each decode step. All tokens are known, except where `waits` has just returned False: then
+        nothing can be proposed.
         """
-
-
-def rows_meanwhile(seqs: list[Sequence], proposer: Proposer | None) -> list[Sequence]:
-    """Return those of these sequences that may have a step while others are in flight with proposals."""
-    return [seq for seq in seqs if not seq.num_pending_tokens] if proposer is not None and proposer.alternates else []
 
 
 def add_proposals(

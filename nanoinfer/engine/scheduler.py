@@ -33,7 +33,7 @@ from nanoinfer.engine.cache_groups.partial_hits import (
 )
 from nanoinfer.engine.interfaces import SILENT, Listener
 from nanoinfer.engine.prefix_sharers import SharerFinder
-from nanoinfer.engine.proposer import Proposer, add_proposals, rows_meanwhile
+from nanoinfer.engine.proposer import Proposer, add_proposals
 from nanoinfer.engine.scheduled_batch import PrefillChunk, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.stopping import Stopping
@@ -336,15 +336,14 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool, proposer: Proposer | None) -> ScheduledBatch:
         """Schedule one token for each running sequence; while blocks are short, the last in order are preempted.
 
-        With proposals they are several tokens. Such a step, and the one after it, waits for the rows in flight.
+        With proposals they are several tokens. Such a step, and the one after it, waits for the step in flight.
         """
-        waits = in_flight and ((proposer is not None and proposer.waits(self.running)) or self._has_proposals)
+        if in_flight and ((proposer is not None and proposer.waits(self.running)) or self._has_proposals):
+            return ScheduledBatch()
         # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
         decode = [
             seq for seq in self.running if len(seq.token_ids) + seq.num_pending_tokens < seq.stopping.max_num_tokens
         ]
-        if waits and not (decode := rows_meanwhile(decode, proposer)):
-            return ScheduledBatch()
         manager = self.block_manager
         needy = manager.needing_block(decode)
         while not manager.make_room(needy):
@@ -357,8 +356,6 @@ class Scheduler:
             needy = [seq for seq in needy if seq is not last]
         batch = ScheduledBatch()
         proposals = proposer.propose(decode) if proposer is not None else []
-        if proposals and len(proposals) < len(decode):
-            decode, needy = decode[: len(proposals)], manager.needing_block(decode[: len(proposals)])
         manager.extend(batch, needy)
         for seq in decode:
             seq.num_computed_tokens += 1

@@ -127,10 +127,6 @@ class TextProposals:
         self._proposer, self._vocab_size = proposer, vocab_size
         self.max_num_tokens = proposer.max_num_tokens
 
-    @property
-    def alternates(self) -> bool:
-        return self._proposer.alternates
-
     def waits(self, seqs: list[EngineSequence]) -> bool:
         return self._proposer.waits(seqs)
 

@@ -65,13 +65,6 @@ class Size(NamedTuple):
     num_right: float
 
 
-class Steps(NamedTuple):
-    """Names steps by their number of rows, rounded, and whether other rows have a step meanwhile."""
-
-    num_rows: int
-    alternates: bool
-
-
 class Controller:
     """Chooses how many lines a step computes: the newest token of each row is one, and each proposal is another.
 
@@ -81,9 +74,9 @@ class Controller:
     def __init__(self) -> None:
         self._plain: dict[int, deque[float]] = {}  # seconds, by number of rows
         self._num_plain = Counter[int]()  # of these that came
-        # Seconds of steps that waited, by kind, and numbers of lines; 0 without proposals.
-        self._seconds: dict[Steps, dict[int, deque[float]]] = {}
-        self._known: dict[Steps, dict[int, float]] = {}  # of those that were measured often enough
+        # Seconds of steps that waited, by numbers of rows, and of lines; 0 without proposals.
+        self._seconds: dict[int, dict[int, deque[float]]] = {}
+        self._known: dict[int, dict[int, float]] = {}  # of those that were measured often enough
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """Note the time of a plain step."""
@@ -91,24 +84,20 @@ class Controller:
         self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
         self._num_plain[size] += 1
         if self._num_plain[size] % NUM_REMEMBERED == 0:  # something else may have taken the time of a trial
-            for key in [key for key in self._seconds if key.num_rows == size]:
-                del self._seconds[key]
-                self._known.pop(key, None)
+            self._seconds.pop(size, None)
+            self._known.pop(size, None)
 
-    def note(self, num_rows: int, num_lines: int, seconds: float, alternates: bool = False) -> None:
+    def note(self, num_rows: int, num_lines: int, seconds: float) -> None:
         """Note the time of a step that has waited, and computes so many lines; 0 if nothing is proposed.
 
-        alternates: whether other rows had a step meanwhile. If not, a plain step takes no longer. So one that was
-        measured before, with masks for example, does not count for ever.
+        A plain step takes no longer. So one that was measured before, with masks for example, does not count for ever.
         """
         size = rounded_rows(num_rows)
-        key = Steps(size, alternates)
-        measured = self._seconds.setdefault(key, {}).setdefault(num_lines, deque(maxlen=NUM_KEPT))
+        measured = self._seconds.setdefault(size, {}).setdefault(num_lines, deque(maxlen=NUM_KEPT))
         measured.append(seconds)
-        # Where parts take turns, what one takes less another takes more: it was late, or early, when it was measured.
-        if (known := _median(measured) if alternates else _fast(measured)) is not None and len(measured) >= NUM_TRIED:
-            self._known.setdefault(key, {})[num_lines] = known
-        if not alternates and (plain := self.plain_seconds(num_rows)) is not None and seconds < plain:
+        if (known := _fast(measured)) is not None:
+            self._known.setdefault(size, {})[num_lines] = known
+        if (plain := self.plain_seconds(num_rows)) is not None and seconds < plain:
             self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
 
     def plain_seconds(self, num_rows: int) -> float | None:
@@ -125,23 +114,20 @@ class Controller:
                 return known if larger <= FEW_ROWS else known * (1 + num_rows / larger) / 2
         return None
 
-    def cost(self, num_rows: int, num_lines: int, of: int | None = None) -> float:
+    def cost(self, num_rows: int, num_lines: int) -> float:
         """Return what a step that waits takes, relative to a plain one, of which the time is known. See `note`.
 
         A number of lines that was not measured is guessed to lie between those that were, or to go on from the two
         largest. Without these it is guessed low, to invite a trial. It takes no longer than as many lines of more rows.
-
-        of: of a part of so many rows, which alternates with the others; relative to its share of their plain step.
         """
-        size, plain = rounded_rows(num_rows), self.plain_seconds(of or num_rows)
+        size, plain = rounded_rows(num_rows), self.plain_seconds(num_rows)
         lines = num_lines or size
         if plain is None:
             return GUESSED_WAIT + (lines - size) / GUESSED_LINES
-        known = self._known.get(Steps(size, of is not None), {})
-        plain *= num_rows / (of or num_rows)
+        known = self._known.get(size, {})
         if num_lines in known:
             return known[num_lines] / plain
-        first, guess = size, (GUESSED_WAIT if of is None else 1.0) * plain
+        first, guess = size, GUESSED_WAIT * plain
         if fewer := [one for one in known if one < num_lines]:
             first, guess = max(fewer) or size, known[max(fewer)]
         if more := [one for one in known if one > lines]:
@@ -151,27 +137,24 @@ class Controller:
             if below := [one for one in known if size < one < first]:
                 slope = max(slope, (guess - known[max(below)]) / (first - max(below)))
             guess += (lines - first) * slope
-        for (rows, alternates), its in self._known.items():
-            if rows > size and (of is not None or not alternates):
+        for rows, its in self._known.items():
+            if rows > size:
                 guess = min([guess, *(seconds for one, seconds in its.items() if (one or rows) >= lines)])
         return guess / plain
 
-    def choose(self, num_rows: int, sizes: list[Size], has_waited: bool = False, of: int | None = None) -> Size | None:
+    def choose(self, num_rows: int, sizes: list[Size], has_waited: bool = False) -> Size | None:
         """Return the size of a step with which most tokens a second are expected; None if none should be proposed.
 
-        has_waited: whether the step has waited already, so it would not be a plain one. of: see `cost`.
+        has_waited: whether the step has waited already, so it would not be a plain one.
         """
-        if not sizes or num_rows == 0 or self.plain_seconds(of or num_rows) is None:
+        if not sizes or num_rows == 0 or self.plain_seconds(num_rows) is None:
             return None
-        best, best_speed = None, 1 / self.cost(num_rows, 0, of) if has_waited else MIN_GAIN
+        best, best_speed = None, 1 / self.cost(num_rows, 0) if has_waited else MIN_GAIN
         for size in sizes:
-            if (speed := self.speed(num_rows, size, of)) > best_speed:
+            speed = (1 + size.num_right / num_rows) / self.cost(num_rows, size.num_lines)
+            if speed > best_speed:
                 best, best_speed = size, speed
         return best
-
-    def speed(self, num_rows: int, size: Size, of: int | None = None) -> float:
-        """Return how many tokens are expected in the time of one by a plain step. of: see `cost`."""
-        return (1 + size.num_right / num_rows) / self.cost(num_rows, size.num_lines, of)
 
 
 def rounded_rows(num_rows: int) -> int:

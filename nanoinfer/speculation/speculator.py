@@ -16,13 +16,12 @@ import time
 from array import array
 from collections import Counter
 from itertools import accumulate, takewhile
-from operator import attrgetter, mul
+from operator import mul
 from typing import NamedTuple
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.interfaces import FEW_ROWS, RunnerLimits, row_sizes
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.integers import ceil_div
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller
 from nanoinfer.speculation.drafts import Ahead, EarlierAnswers, TextDrafts
@@ -38,8 +37,6 @@ NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
 ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
-MIN_ALTERNATING = 192  # rows; parts of fewer take as long as all of them, because a step reads all weights
-MIN_CHANGED = 1.04  # in speed, for rows to begin to take turns, or to end it: that costs time, too
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 NOTHING = Offers([], 0, {}, [], packs=False)
 
@@ -48,8 +45,7 @@ class StepStart(NamedTuple):
     """Says what was known when a step began.
 
     num_lines: see `Controller.note`; None if the step overlaps with the one before it. num_tokens: that had been
-    generated. num_overlapped: steps up to this one that overlap, one after the other. is_beside: whether other rows
-    were in flight.
+    generated. num_overlapped: steps up to this one that overlap, one after the other.
     """
 
     time: float  # perf_counter
@@ -57,7 +53,6 @@ class StepStart(NamedTuple):
     num_lines: int | None
     num_tokens: int
     num_overlapped: int
-    is_beside: bool
 
 
 # The kind of a row, its draft, and the tokens that came in the place of that.
@@ -104,8 +99,7 @@ class Speculator:
     """Proposes what sequences of an engine go on with. See `Proposer`.
 
     max_num_tokens: of a row. overlaps: whether plain steps are launched before the tokens of the last one are
-    collected. stats: the engine's, where the time is counted that proposals have saved. packs_lines,
-    computes_beside_host: see RunnerLimits.
+    collected. stats: the engine's, where the time is counted that proposals have saved. packs_lines: see RunnerLimits.
     """
 
     def __init__(
@@ -115,7 +109,6 @@ class Speculator:
         overlaps: bool,
         stats: EngineMetrics,
         packs_lines: bool = False,
-        computes_beside_host: bool = False,
     ) -> None:
         self.max_num_tokens = max_num_tokens
         self._options, self._overlaps, self._stats = options, overlaps, stats
@@ -129,17 +122,13 @@ class Speculator:
         self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # rows of the last step; of each
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
-        self._has_turns = overlaps and packs_lines and computes_beside_host
-        self.alternates, self._num_running = False, 0
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
         self._pays = False  # whether the next step is to wait, because proposals pay or have paid lately
         self._num_saved = 0.0  # plain steps: see MAX_SAVED
-        self._before: StepStart | None = None  # the last step but one
         self._last: StepStart | None = None
 
     def waits(self, seqs: list[Sequence]) -> bool:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
-        self._num_running = len(seqs)
         if not (self._pays or self._proposed):
             promises = self._pay_for_watched(seqs, num_unknown=1)
             self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
@@ -178,68 +167,36 @@ class Speculator:
                 acceptance.judge(*verdict, num_rows)
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
-        """Return the ids of the tokens that each sequence may go on with; an empty list if none has any.
-
-        If a part of them alternates with the others, the list is that of the part.
-        """
+        """Return the ids of the tokens that each sequence may go on with; an empty list if none has any."""
         in_flight, self._is_asked = self._is_asked, False
         overlaps = in_flight and self._overlaps
-        # Whether other rows are in flight: those of the last step, unless their tokens have come.
-        is_beside = self.alternates and any(map(attrgetter("num_pending_tokens"), self._seqs))
-        num_all = self._num_running if is_beside else len(seqs)
-        self._note_step(num_all, overlaps, is_beside)
+        self._note_step(len(seqs), overlaps)
         if self._verdicts or self._unlearned:
             self._learn()
         self._notice_ends(seqs)
-        self.alternates = False
-        num_lines, num_rows, rows, self._proposed = 0, len(seqs), list[DraftedRow | None](), []
+        num_lines, rows, self._proposed = 0, list[DraftedRow | None](), []
         if not in_flight:
-            looks = self._pays or is_beside or num_all <= MAX_WATCHED or self._pay_for_watched(seqs)
+            looks = self._pays or len(seqs) <= MAX_WATCHED or self._pay_for_watched(seqs)
             catches_up = len(seqs) <= MAX_SHORT or not self._overlaps  # else there was time for it
             rows = [self._row_of(seq, catches_up) for seq in seqs] if looks else []
-            offers = self._offers(num_all, rows)
-            size = self._controller.choose(num_all, offers.sizes, has_waited=True)
-            pays = self._pay(num_all, offers, rows)
+            offers = self._offers(len(seqs), rows)
+            size = self._controller.choose(len(seqs), offers.sizes, has_waited=True)
+            pays = self._controller.choose(len(seqs), offers.sizes) is not None
             if self._last is not None and self._last.num_lines is None:
                 self._watch.note(was_right=pays)
-            is_known = self._controller.plain_seconds(num_all) is not None
+            is_known = self._controller.plain_seconds(len(seqs)) is not None
             self._pays = is_known and (pays or self._num_saved > 0)
-            if self._may_alternate(num_all):
-                part = rows[: ceil_div(num_all, 2)]
-                of_part = self._offers(len(part), part)
-                its_size = self._controller.choose(len(part), of_part.sizes, has_waited=True, of=num_all)
-                if its_size is not None:
-                    speed = self._controller.speed(len(part), its_size, num_all)
-                    least = 0.0 if size is None else self._controller.speed(num_all, size)
-                    self.alternates = speed > least * (1 / MIN_CHANGED if is_beside else MIN_CHANGED)
-                if self.alternates or is_beside:
-                    offers, size, num_rows = of_part, its_size, len(part)
             if size is not None:
                 num_lines, self._proposed = size.num_lines, offers.take(size)
-        self._drafted = rows[:num_rows]
-        before = self._before = self._last
+        self._drafted, before = rows, self._last
         self._last = StepStart(
             time=time.perf_counter(),
-            num_rows=num_rows,
+            num_rows=len(seqs),
             num_lines=None if overlaps else num_lines,
             num_tokens=self._stats.num_generated_tokens,
             num_overlapped=before.num_overlapped + 1 if overlaps and before is not None else int(overlaps),
-            is_beside=is_beside,
         )
         return self._proposed
-
-    def _may_alternate(self, num_seqs: int) -> bool:
-        """Return whether two parts of so many sequences may take turns."""
-        return self._has_turns and num_seqs >= MIN_ALTERNATING
-
-    def _pay(self, num_seqs: int, offers: Offers, rows: list[DraftedRow | None], num_unknown: int = 0) -> bool:
-        """Return whether steps with these proposals for so many sequences are better than plain ones. See `_offers`."""
-        if offers is NOTHING or self._controller.choose(num_seqs, offers.sizes) is not None:
-            return offers is not NOTHING
-        if not self._may_alternate(num_seqs):
-            return False
-        part = ceil_div(num_seqs, 2)
-        return self._controller.choose(part, self._offers(part, rows, num_unknown).sizes, of=num_seqs) is not None
 
     def _offers(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> Offers:
         """Return what could be proposed to so many sequences. rows: of all of them, or of some."""
@@ -257,7 +214,7 @@ class Speculator:
         if len(seqs) > MAX_WATCHED:
             watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
         rows = [self._row_of(seq, catches_up=True) for seq in watched]
-        return self._pay(len(seqs), self._offers(len(seqs), rows, num_unknown), rows, num_unknown)
+        return self._controller.choose(len(seqs), self._offers(len(seqs), rows, num_unknown).sizes) is not None
 
     def _row_of(self, seq: Sequence, catches_up: bool) -> DraftedRow | None:
         """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals.
@@ -303,33 +260,25 @@ class Speculator:
                 self._unlearned.append(seq)
         self._seqs = [*seqs]
 
-    def _note_step(self, num_rows: int, overlaps: bool, is_beside: bool) -> None:
+    def _note_step(self, num_rows: int, overlaps: bool) -> None:
         """Measure the step before this one, if both are of one kind, so that nothing else took the time between them.
 
-        num_rows: that run. overlaps: whether this step overlaps with the one before it. is_beside: whether that one is
-        of other rows. Then the one before it was computed in between.
+        overlaps: whether this step overlaps with the one before it.
         """
         last = self._last
-        if last is None or num_rows == 0:
+        if last is None or last.num_rows != num_rows or num_rows == 0:
             return
-        seconds, measured = time.perf_counter() - last.time, last
-        if is_beside:
-            if self._before is None or not (last.is_beside and self._before.num_lines):
-                return
-            measured = self._before
-        elif last.num_rows != num_rows or last.is_beside:
-            return
+        seconds, num_lines = time.perf_counter() - last.time, last.num_lines
         # The first ones that overlap are launched faster than the device computes.
-        if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (measured.num_lines == 0 and not self._overlaps):
+        if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (num_lines == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
-        elif measured.num_lines is not None and not overlaps:
-            self._controller.note(measured.num_rows, measured.num_lines, seconds, is_beside)
+        elif num_lines is not None and not overlaps:
+            self._controller.note(num_rows, num_lines, seconds)
             if (plain := self._controller.plain_seconds(num_rows)) is not None:
                 num_steps = (self._stats.num_generated_tokens - last.num_tokens) / num_rows  # plain ones, for as many
-                of = num_rows if is_beside else None
-                cost = self._controller.cost(measured.num_rows, measured.num_lines, of) * measured.num_rows / num_rows
-                self._num_saved = min(max(0.0, self._num_saved + num_steps - cost), MAX_SAVED)
-                self._stats.draft_seconds_saved += (num_steps - cost) * plain
+                num_saved = num_steps - self._controller.cost(num_rows, num_lines)
+                self._num_saved = min(max(0.0, self._num_saved + num_saved), MAX_SAVED)
+                self._stats.draft_seconds_saved += num_saved * plain
 
 
 def make_speculator(config: EngineConfig, limits: RunnerLimits, stats: EngineMetrics) -> Speculator | None:
@@ -346,5 +295,4 @@ def make_speculator(config: EngineConfig, limits: RunnerLimits, stats: EngineMet
         )
     if max_num_tokens == 0:
         return None
-    beside = limits.computes_beside_host
-    return Speculator(options, max_num_tokens, config.overlap, stats, limits.packs_lines, beside)
+    return Speculator(options, max_num_tokens, config.overlap, stats, limits.packs_lines)

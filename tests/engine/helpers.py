@@ -291,8 +291,8 @@ def completion_alone(seq: Sequence, scheduler: Scheduler, vocab_size: int) -> tu
             return completion, "length"
 
 
-def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool, may_alternate: bool = False) -> None:
-    """What holds for every step that was scheduled. may_alternate: whether rows may be left out until the next one."""
+def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool) -> None:
+    """What holds for every step that was scheduled."""
     assert not (batch.prefill and batch.decode)
     assert batch.num_prefill_tokens <= scheduler.max_num_batched_tokens
     assert all(chunk.length > 0 for chunk in batch.prefill)
@@ -302,8 +302,9 @@ def check_batch(scheduler: Scheduler, batch: ScheduledBatch, in_flight: bool, ma
     if batch.decode:
         assert all(seq.num_tokens <= seq.stopping.max_num_tokens for seq in batch.decode), "longer than it may be"
         left_out = [seq for seq in scheduler.running if seq not in batch.decode]
-        ends = all(in_flight and seq.num_tokens == seq.stopping.max_num_tokens for seq in left_out)
-        assert may_alternate or ends, "its last token is in flight"
+        assert all(in_flight and seq.num_tokens == seq.stopping.max_num_tokens for seq in left_out), (
+            "its last token is in flight"
+        )
         sharing = batch.decode[: sum(sharers.num_rows for sharers in batch.prefix_sharers)]
         others = [seq for seq in scheduler.running if seq not in left_out and seq not in sharing]
         # Rows of several tokens share in smaller sets, which may leave some rows out.

@@ -70,13 +70,11 @@ def compare(
     tolerance: float = 1e-5,
     prepare: Callable[[LLM], object] = lambda llm: None,
     num_turns: int = 1,
-    alternates: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Answer prompts without and with proposals, and hold one against the other; return the metrics of both.
 
-    num_turns: how often; the engine with a proposer sleeps between two of them. alternates: whether steps leave some
-    rows out.
+    num_turns: how often; the engine with a proposer sleeps between two of them.
     """
     options = {"device": "cpu", "dtype": "float32", **SIZES, **options}
     with LLM(folder, **options) as llm:
@@ -85,8 +83,7 @@ def compare(
         plain = llm.get_metrics()
     with proposing_llm(folder, **options) as llm:
         prepare(llm)
-        outputs = [output for turn in turns for output in turn]
-        engine_of(llm).proposer = proposer = KnownTexts(outputs, VOCAB_SIZE, alternates=alternates)
+        engine_of(llm).proposer = proposer = KnownTexts([output for turn in turns for output in turn], VOCAB_SIZE)
         for turn, expected in enumerate(turns):
             if turn > 0:
                 llm.sleep()
@@ -115,8 +112,8 @@ def test_tokens_and_log_probabilities_are_those_of_single_steps(
 def test_tokens_stay_the_same_where_blocks_and_rows_are_short(
     architecture: str, folders: Callable[[str], Path]
 ) -> None:
-    """Sequences are preempted, wait for rows, and are computed in chunks. Parts of them alternate."""
-    options = {"num_kvcache_blocks": 8, "max_num_seqs": 4, "max_num_batched_tokens": 24, "alternates": True}
+    """Sequences are preempted, wait for rows, and are computed in chunks."""
+    options = {"num_kvcache_blocks": 8, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 
     def prepare(llm: LLM) -> None:
         engine_of(llm).scheduler.reserved_tokens = 0
@@ -129,8 +126,7 @@ def test_tokens_stay_the_same_where_blocks_and_rows_are_short(
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_an_8_bit_cache_answers_alike(architecture: str, kv_cache_dtype: str, folders: Callable[[str], Path]) -> None:
-    options = {"kv_cache_dtype": kv_cache_dtype, "alternates": kv_cache_dtype == "fp8"}
-    compare(folders(architecture), draw_prompts(), PARAMS, tolerance=5e-3, **options)
+    compare(folders(architecture), draw_prompts(), PARAMS, tolerance=5e-3, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -281,7 +277,7 @@ def test_stop_strings_and_streams_see_one_token_after_the_other() -> None:
     with LLM("tiny", **options) as plain, proposing_llm("tiny", **options) as llm:
         expected = plain.generate(TEXTS, OF_TEXTS, use_tqdm=False)
         engine = engine_of(llm)
-        engine.proposer = proposer = KnownTexts(expected, VOCAB_SIZE, share_right=0.8, alternates=True)
+        engine.proposer = proposer = KnownTexts(expected, VOCAB_SIZE, share_right=0.8)
         assert_same_answers(llm.generate(TEXTS, OF_TEXTS, use_tqdm=False), expected, 1e-4)  # its weights are larger
         for request_id, request in enumerate(zip(TEXTS, OF_TEXTS, strict=True), start=len(TEXTS)):
             chunks = [*plain.stream(*request)]
@@ -321,10 +317,8 @@ def test_what_constrains_tokens_follows_proposals(tensor_parallel_size: int) -> 
         free,
     ]
     prompts = (TEXTS * 2)[: len(params)]
-    alternates = tensor_parallel_size == 2
-    options = {"tensor_parallel_size": tensor_parallel_size, "alternates": alternates}
-    plain, metrics = compare("tiny", prompts, params, 1e-4, **options)
-    assert alternates or metrics.num_decode_steps < plain.num_decode_steps
+    plain, metrics = compare("tiny", prompts, params, 1e-4, tensor_parallel_size=tensor_parallel_size)
+    assert metrics.num_decode_steps < plain.num_decode_steps
 
 
 def test_a_users_function_that_fails_ends_its_request_at_the_same_token() -> None:
@@ -341,7 +335,7 @@ def test_routed_experts_are_those_of_the_tokens_that_count(folders: Callable[[st
     with LLM(folders("GptOssForCausalLM"), **options) as llm:
         expected = llm.generate(draw_prompts(), PARAMS, use_tqdm=False)
     with proposing_llm(folders("GptOssForCausalLM"), **options) as llm:
-        engine_of(llm).proposer = KnownTexts(expected, VOCAB_SIZE, alternates=True)
+        engine_of(llm).proposer = KnownTexts(expected, VOCAB_SIZE)
         outputs = llm.generate(draw_prompts(), PARAMS, use_tqdm=False)
     assert_same_answers(outputs, expected)
     for output, other in zip(outputs, expected, strict=True):
@@ -392,7 +386,7 @@ def test_so_they_do_without_padding_between_rows(
         return result
 
     monkeypatch.setattr(Proposals, "packed", noted)
-    compare(folders(architecture), draw_prompts()[:9], params, alternates=True)
+    compare(folders(architecture), draw_prompts()[:9], params)
     assert min(num_packed) < -10, "lines of padding are left out"
 
 

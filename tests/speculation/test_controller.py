@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 
-from nanoinfer.engine.proposer import rows_meanwhile
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.sampling_params import SamplingParams
@@ -290,57 +289,3 @@ def test_sequences_that_have_finished_are_forgotten_and_their_answers_found() ->
     other.token_ids.extend([7, 8, 9])
     spec.propose([other])
     assert spec._rows[other].draft == [10]
-
-
-class Device:
-    """Computes steps one after the other beside the host, which takes half a second for each that waits."""
-
-    def __init__(
-        self, spec: Speculator, stats: EngineMetrics, clock: FakeTime, seconds: Callable[[int, int], float]
-    ) -> None:
-        self.spec, self.stats, self.clock, self.seconds = spec, stats, clock, seconds
-        self.in_flight: list[tuple[list[Sequence], list[list[int]], float]] = []
-        self.num_beside = self.num_whole = 0  # steps with proposals
-
-    def run(self, seqs: list[Sequence], texts: dict[Sequence, list[int]]) -> None:
-        """Run steps over fixed texts until all have ended, as an engine does."""
-        free, has_proposals = 0.0, False
-        while seqs or self.in_flight:
-            waits = bool(self.in_flight) and (self.spec.waits(seqs) or has_proposals)
-            live = [seq for seq in seqs if len(seq.token_ids) + seq.num_pending_tokens < len(texts[seq])]
-            live = rows_meanwhile(live, cast(Any, self.spec)) if waits else live
-            if live:
-                proposed = self.spec.propose(live)
-                live, has_proposals = live[: len(proposed) or None], bool(proposed)
-                self.clock.now += 0.5 if waits or not self.in_flight else 0.1
-                num_lines = len(live) + sum(map(len, proposed))
-                free = max(self.clock.now, free) + self.seconds(len(live), num_lines)
-                for seq in live:
-                    assert waits or not proposed or seq.num_pending_tokens == 0
-                    seq.num_pending_tokens += 1
-                self.num_beside += bool(self.in_flight and proposed)
-                self.num_whole += bool(not self.in_flight and proposed)
-                self.in_flight.append((live, proposed or [[]] * len(live), free))
-            while len(self.in_flight) > bool(live):
-                its, proposed, end = self.in_flight.pop(0)
-                self.clock.now = max(self.clock.now, end)
-                for seq in its:
-                    seq.num_pending_tokens -= 1
-                take(its, [texts[seq] for seq in its], proposed, self.stats)
-                seqs = [seq for seq in seqs if len(seq.token_ids) < len(texts[seq])]
-
-
-@pytest.mark.parametrize("pays", [False, True])
-def test_parts_of_the_rows_take_turns_where_that_takes_less_time(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the rows take half of the time, or nearly as long as all of them."""
-    stats, clock, seqs = EngineMetrics(), FakeTime(monkeypatch), sequences(192, prompt=100)
-    spec = Speculator(options_of("suffix", most=8), 8, True, stats, packs_lines=True, computes_beside_host=True)
-    device = Device(spec, stats, clock, lambda rows, lines: (rows / 192 if pays else 1) + lines / 1536)
-    for seq in seqs:
-        seq.token_ids.append(seq.prompt_token_ids[0])
-    texts = {seq: seq.prompt_token_ids * 6 for seq in seqs}
-    device.run(seqs, texts)
-    assert all(seq.token_ids.tolist() == texts[seq] for seq in texts)
-    assert device.num_beside + device.num_whole > 30
-    assert device.num_beside > 20 if pays else device.num_beside < 12, "a trial"
-    assert stats.draft_seconds_saved > 20

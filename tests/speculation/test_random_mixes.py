@@ -13,7 +13,6 @@ import pytest
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.speculation import speculator
 from nanoinfer.speculation.controller import Controller, Size
 from nanoinfer.speculation.speculator import Speculator
 from tests.engine.test_rows_of_several_tokens import MODELS, PARAMS, folders
@@ -103,19 +102,15 @@ def test_random_mixes_answer_as_without_proposals(
     params = [replace(rng.choice(kinds), seed=rng.randrange(100)) for _ in prompts]
     expected = plain(model).generate(prompts, params, use_tqdm=False)
 
-    def choose(_controller: Controller, _num_rows: int, sizes: list[Size], **_: Any) -> Size | None:
+    def choose(_controller: Controller, _num_rows: int, sizes: list[Size], has_waited: bool = False) -> Size | None:
         return rng.choice((None, *sizes))
 
     monkeypatch.setattr(Controller, "choose", choose)
     monkeypatch.setattr(Controller, "plain_seconds", lambda *_: 1e-3)
-    monkeypatch.setattr(Controller, "speed", lambda *args: rng.random() + (len(args) > 3))  # parts take turns often
-    monkeypatch.setattr(speculator, "MIN_ALTERNATING", 2)
     monkeypatch.setattr(Speculator, "propose", checked(Speculator.propose, expected, rng))
     options = {"device": "cpu", "dtype": "float32", "max_model_len": MAX_MODEL_LEN, **draw_options(rng)}
     with LLM("tiny" if model == "tiny" else folders(model), **options) as llm:
         engine_of(llm).scheduler.reserved_tokens = rng.choice((0, 128))
-        proposer: Any = engine_of(llm).proposer
-        proposer._has_turns = seed % 2 == 0  # as on a GPU
         aborted, outputs = answer(llm, prompts, params, rng)
         metrics = llm.get_metrics()
     whole = [index for index in range(NUM_REQUESTS) if index not in aborted]
@@ -131,17 +126,17 @@ def checked(
 ) -> Callable[..., list[list[int]]]:
     """`propose`, held against what it promises; half of its drafts are replaced by right ones, which are rare."""
 
-    def call(proposer: Speculator, seqs: list[Sequence]) -> list[list[int]]:
-        proposed = propose(proposer, seqs)
-        assert len(proposed) <= len(seqs)
+    def call(speculator: Speculator, seqs: list[Sequence]) -> list[list[int]]:
+        proposed = propose(speculator, seqs)
+        assert len(proposed) in (0, len(seqs))
         for place, (seq, token_ids) in enumerate(zip(seqs, proposed, strict=False)):
-            assert len(token_ids) <= proposer.max_num_tokens
+            assert len(token_ids) <= speculator.max_num_tokens
             if token_ids:
                 assert not seq.sampling_params.logits_processors, "a user's function would see a proposal"
                 assert seq.num_pending_tokens == 0, "proposed after a token that is not known"
                 if rng.random() < 0.5:
                     answer = expected[seq.request_id].outputs[seq.sample].token_ids
-                    proposed[place] = answer[len(seq.completion_token_ids) :][: proposer.max_num_tokens]
+                    proposed[place] = answer[len(seq.completion_token_ids) :][: speculator.max_num_tokens]
         return proposed
 
     return call

@@ -23,7 +23,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 6, "suffix_decoding_max_
 def proposes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps cost: a test must not depend on times."""
 
-    def most(_controller: Controller, _num_rows: int, sizes: list[Size], **_: Any) -> Size | None:
+    def most(_controller: Controller, _num_rows: int, sizes: list[Size], has_waited: bool = False) -> Size | None:
         return sizes[-1] if sizes else None
 
     monkeypatch.setattr(Controller, "choose", most)
