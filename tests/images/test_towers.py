@@ -230,3 +230,42 @@ def test_only_an_mlp_with_the_tanh_of_gelu_and_nothing_else_is_replaced() -> Non
     x = torch.randn(2, 3, 4)
     [mlp] = towers[0]
     torch.testing.assert_close(mlp(x), Mlp.forward(mlp, x))
+
+
+class Block(torch.nn.Module):
+    """A layer as in Qwen's towers, or one that differs from it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        size = 8 if kind == "scaled" else 4
+        self.norm1, self.norm2 = (torch.nn.LayerNorm(size, elementwise_affine=kind != "without weights") for _ in "ab")
+        self.attn, self.mlp, self.kind = torch.nn.Identity(), torch.nn.Identity(), kind
+        self.scale = torch.nn.Parameter(torch.full((8,), 1.01), requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert self.kind != "of one picture", "options are not looked at"
+        normed = self.norm1(hidden_states)
+        attended: torch.Tensor = self.attn(normed, **options)
+        if self.kind == "scaled":
+            attended = attended * self.scale
+        if self.kind == "parallel":
+            return hidden_states + attended + self.mlp(self.norm2(hidden_states))
+        total = (normed if self.kind == "residual after norm" else hidden_states) + attended
+        found: torch.Tensor = total + self.mlp(self.norm2(total))
+        return found
+
+
+OTHERS = ["scaled", "parallel", "residual after norm", "without weights", "of one picture"]
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("plain", True), *((kind, False) for kind in OTHERS)])
+def test_a_block_that_computes_something_else_stays(kind: str, is_known: bool) -> None:
+    assert fast_towers._is_known_block(Block(kind)) == is_known
+
+
+def rotate_in_place(x: torch.Tensor, other: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    return x.mul_(cos.unsqueeze(1)), other.mul_(sin.unsqueeze(1))
+
+
+def test_another_rotation_stays_though_it_works_in_place() -> None:
+    assert not fast_towers._equals(rotate_in_place)
