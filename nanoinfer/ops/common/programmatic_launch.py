@@ -2,12 +2,13 @@
 
 A decode step consists of hundreds of kernels of a few microseconds each, so the gaps between them count. A kernel
 launched with these options starts early. Each of its programs calls `gdc_wait` before it reads what earlier kernels
-compute, or writes what they use. Before that it may read weights. If the previous kernel calls `gdc_launch_dependents`
-after its own wait, the program may also read what older kernels wrote. Most kernels call it right after their wait.
-Those that fetch weights early (`few_rows_product`), the one that combines the splits of decode attention, and norms,
-before products that fetch weights, call it before, so that several kernels may be waiting in a row. The next kernel
-starts when all programs of this one have called it, so it takes no program's place. See the CUDA Programming Guide,
-"Programmatic Dependent Launch and Synchronization".
+compute, or writes what they use. Before that it may read weights, and what was there before the step's embeddings were
+looked up: the kernel that does so is launched without these options, so it starts when all before it are done. If the
+previous kernel calls `gdc_launch_dependents` after its own wait, the program may also read what older kernels wrote.
+Most kernels call it right after their wait. Those that fetch weights early (as `few_rows_product` does), the one that
+combines the splits of decode attention, and the norm that most products follow call it before, so that several kernels
+may be waiting in a row. The next kernel starts when all programs of this one have called it, so it takes no program's
+place. See the CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
 from functools import cache

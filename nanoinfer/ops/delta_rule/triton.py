@@ -126,7 +126,7 @@ def _gated_delta_step_kernel(
     is_key, is_value = key_index < key_dim, value_index < value_dim
 
     # Asked for first of all, so that it comes while the rest of the inputs is computed. It and the rows are older than
-    # the norm before the input product, which began when they were written.
+    # the step's embeddings, which a kernel looks up that begins when all before it are done.
     matrix_ptrs = matrices_ptr + (place * num_heads + head) * key_dim * value_dim
     matrix_ptrs += key_index[:, None] * value_dim + value_index[None, :]
     in_matrix = is_key[:, None] & is_value[None, :]
