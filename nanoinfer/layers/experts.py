@@ -17,8 +17,8 @@ from nanoinfer.quantization.linear_method import MATRIX, ParamSpec, ProductKind
 # Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
 MAX_PAIRS = 2**17
-# Pairs of an expert, on average, of steps that no engine runs while it loads: larger than those of decode, and smaller
-# than the longest prefill. Their tiles, and so their kernels, are of other sizes than both have.
+# Pairs of an expert, on average, in steps that are compiled ahead: more than in decode, and fewer than in the longest
+# prefill, both of which an engine runs while it loads. Their tiles have other sizes, so their kernels differ.
 PAIRS_BETWEEN = 16, 32
 
 
@@ -144,16 +144,17 @@ class Experts(nn.Module):
         return total.unsqueeze(0)
 
     def compiled_ahead(self, num_rows: int) -> list[Callable[[], Tensor]]:
-        """Return functions to run while the engine loads, once for all sizes, which compile what short prefill runs.
+        """Return functions to run while the engine loads, which compile what short prefill runs: for one row alone.
 
-        Weights of fewer bits may be widened for that: memory which the largest step, that runs beside it, needs itself.
+        There are none where weights of fewer bits may be widened: the largest step runs at the same time, and needs
+        the memory that this takes.
         """
         if num_rows != 1 or self.gate_up_proj.quant_method.kind is ProductKind.WIDENED:
             return []
         return [partial(self._compute_zeros, pairs) for pairs in PAIRS_BETWEEN]
 
     def _compute_zeros(self, pairs: int) -> Tensor:
-        """Compute a step that has so many pairs of each expert, on average. No token has an expert, so none is read."""
+        """Compute a step with this many pairs of an expert, on average. No token has an expert: no weight is read."""
         weight, num_choices = self.gate_up_proj.weight, self.num_experts_per_tok
         num_experts = len(weight)
         num_tokens = pairs * num_experts // num_choices

@@ -101,7 +101,9 @@ def _equals(original: Rotation) -> bool:
 
 
 def _run_block(block: Any, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Compute a block with norms before attention and MLP. hidden: (num_patches, hidden_size)."""
+    """Compute a block with norms before attention and MLP. hidden: (num_patches, hidden_size), or what it takes."""
+    if hidden.dim() != 2 or not hidden.is_contiguous():
+        return type(block).forward(block, hidden, *args, **options)
     norm = block.norm2
     if isinstance(norm, nn.LayerNorm):
         total = block.attn(block.norm1(hidden), *args, **options)

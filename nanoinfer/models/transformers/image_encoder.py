@@ -30,7 +30,7 @@ from nanoinfer.models.transformers.transformers_config import shortened
 # Arguments of a language model that need no support of ours. None, numbers and texts are always fine.
 HARMLESS = frozenset(("attention_mask", "position_ids", "inputs_embeds", "cache_position", "logits_to_keep"))
 OF_IMAGES = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
-MAX_POSITIONS = 64  # of prompts, that are kept
+MAX_POSITIONS = 64  # prompts whose positions are kept
 MAX_SIDE = 48  # patches on a side of a large image, where a model limits their number
 NUM_POSITIONS = 3  # of time, height and width
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where an image stands
@@ -97,15 +97,16 @@ class TransformersImageEncoder:
     def positions(self, token_ids: Sequence[int], images: Sequence[ImageContent]) -> Tensor:
         """Return the positions of time, height and width of a prompt with these images, (3, num_tokens) on the host.
 
-        They are kept: one question about many pictures of one size is one prompt here. Nobody writes into them.
+        They are kept for prompts alike, as the same question about other pictures of one size. Callers do not write
+        into them.
         """
         grids = [{name: x for name, x in one.tensors.items() if not x.is_floating_point()} for one in images]
-        name = array("i", token_ids).tobytes(), str([{name: x.tolist() for name, x in one.items()} for one in grids])
-        if name not in self._positions:
+        key = array("i", token_ids).tobytes(), str([{name: x.tolist() for name, x in one.items()} for one in grids])
+        if key not in self._positions:
             if len(self._positions) >= MAX_POSITIONS:
                 self._positions.clear()
-            self._positions[name] = self._count_positions(token_ids, grids)
-        return self._positions[name]
+            self._positions[key] = self._count_positions(token_ids, grids)
+        return self._positions[key]
 
     @torch.inference_mode()
     def _count_positions(self, token_ids: Sequence[int], grids: Sequence[Mapping[str, Tensor]]) -> Tensor:

@@ -25,7 +25,7 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 LEN_FOR_TILES = 256  # patches of a segment on average: in small windows, most of a tile would be empty
 CUDNN_LEN = 512  # patches of a segment
-# Of one shape, that a layer attends from before cuDNN prepares for it: then as much time is lost as that takes.
+# Patches of one shape before a layer has cuDNN prepare for it: so many lose as much time without it as that takes.
 PATCHES_BEFORE_CUDNN = 2**19
 MAX_SHAPES = 256  # that a layer counts patches of, before it begins anew
 

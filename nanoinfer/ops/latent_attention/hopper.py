@@ -449,10 +449,12 @@ def attend(absorbed, rotated, cache, plan, scale, num_sharers, prefix, out, out_
     partials: (num_parts, num_shares, 2, num_queries, latent_size) float32; lse: the same without the last. shapes:
     group_size, num_tokens and num_queries, constants of the kernel.
     """
+    assert plan.tile_size == TILE, f"the plan has tiles of {plan.tile_size} vectors, the kernel of {TILE}"
     _, num_heads, latent_size = absorbed.shape
     vector_size, (num_parts, num_shares) = cache.k.shape[3], partials.shape[:2]
-    if rotated.stride(0) != num_heads * rotated.stride(1):  # lines of all tokens are equally far from each other
-        rotated = rotated.contiguous()
+    # Lines of all tokens are equally far from each other, and bulk copies want them at multiples of 16 bytes.
+    if rotated.stride(0) != num_heads * rotated.stride(1) or rotated.stride(1) % 8 or rotated.data_ptr() % 16:
+        rotated = rotated.clone(memory_format=torch.contiguous_format)
     num_lines, lines = len(absorbed) * num_heads, max(MIN_QUERIES, next_power_of_2(shapes["num_queries"]))
     block, num_slots = [lines, PIECE], cache.k.numel() // vector_size
     _hopper_latent_decode_kernel[(num_parts, num_shares)](
