@@ -240,7 +240,7 @@ class TransformersImageEncoder:
         with torch.cuda.stream(self._uploads):
             uploaded = parts[0].new_empty(sum(lens), *parts[0].shape[1:], device=self._model.device)
             for part, place in zip(parts, uploaded.split(lens), strict=True):
-                place.copy_(part.pin_memory(), non_blocking=True)
+                place.copy_(part.contiguous().pin_memory(), non_blocking=True)
         stream.wait_stream(self._uploads)
         uploaded.record_stream(stream)
         return uploaded
