@@ -102,6 +102,7 @@ class ImageRows:
         for row, num_tokens, num_prompt_tokens in records:
             start, end = end, end + num_tokens
             self._rows.pop(row, None)
+            self._failed_rows.pop(row, None)  # of a request that had the row before
             spans = [*self._take_spans(known[start:end])] if has_images else []
             deltas.append(0)
             if spans:
