@@ -102,9 +102,9 @@ FEW_ROWS = 16  # up to so many, padding between rows of several tokens costs a G
 
 
 def packed_step(num_rows: int) -> int:
-    """Return the number whose multiples decode steps of so many rows compute, where their lines are packed.
+    """Return of what number decode steps of so many rows compute a multiple of packed lines.
 
-    These are few numbers, because each has CUDA graphs of its own.
+    Their numbers of lines are few, because each has a CUDA graph of its own.
     """
     return ceil_div(num_rows, 128) * 128
 

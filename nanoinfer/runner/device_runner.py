@@ -272,7 +272,7 @@ class DeviceRunner:
                 graphs.replay(DecodeBatch(row, None, num_tokens, torch.ones_like(row)))
             if self.limits.packs_lines and self.limits.max_row_tokens > 1:
                 for key in usual_packed_keys(packed_graph_sizes(sizes), self.limits.max_row_tokens):
-                    graphs.capture(key)
+                    graphs.capture(key, is_late=True)  # a user's num_kvcache_blocks may leave no memory for it
             runner.state.decode_graphs = graphs
             if runner.state.adapters is not None:
                 sizes = several_tokens_graph_sizes(sizes)  # fewer, as they are captured while requests wait

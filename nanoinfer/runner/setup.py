@@ -18,7 +18,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.device import select_device, select_dtype
 from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, RecurrentStateSpec, num_snapshots
-from nanoinfer.engine.interfaces import RunnerLimits, packed_step, row_sizes
+from nanoinfer.engine.interfaces import RunnerLimits, row_sizes
 from nanoinfer.errors import ConfigError
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
@@ -41,7 +41,7 @@ from nanoinfer.runner.cuda_graphs import (
 from nanoinfer.runner.device_state import DeviceState, StepBuffers
 from nanoinfer.runner.model_runner import LaunchedStep, ModelRunner
 from nanoinfer.runner.pooler import DenseLayer, Pooler, load_dense
-from nanoinfer.runner.stand_ins import packed_graph_sizes
+from nanoinfer.runner.stand_ins import packed_graph_sizes, packed_line_counts
 from nanoinfer.runner.step_images import HeldImages, ImageRows
 from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
@@ -291,7 +291,7 @@ class Setup:
             return graphs
 
         if num_tokens > 1:
-            num_packed = sum(size * num_tokens // packed_step(size) for size in packed_graph_sizes(sizes))
+            num_packed = sum(len(packed_line_counts(size, num_tokens)) for size in packed_graph_sizes(sizes))
             count = ceil_div(count + num_late + num_packed, 2)  # two are captured of each size
         count += shares_prefixes * len(sharing_graph_sizes(limits.max_num_seqs))
         graph_bytes = memory.measure_graph_bytes(capture, sizes, count, self.device) + shares_prefixes * SHARING_BYTES

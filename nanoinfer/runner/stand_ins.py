@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
 
-from nanoinfer.engine.interfaces import packed_step
+from nanoinfer.engine.interfaces import FEW_ROWS, packed_step
 from nanoinfer.integers import ceil_div
 from nanoinfer.layers.attention.metadata import DecodeBatch
 
@@ -63,7 +63,17 @@ class StandIns:
 
 def packed_graph_sizes(sizes: list[int]) -> list[int]:
     """Return those batch sizes that steps of packed lines have. They are few: rows of padding have no lines there."""
-    return [size for size in sizes if size in (32, 64) or size % 128 == 0 or size == max(sizes)]
+    packed = [size for size in sizes if size in (32, 64) or size % 128 == 0 or size == max(sizes)]
+    return [size for size in packed if size > FEW_ROWS]  # lines of fewer rows are padded: see `Proposals.packed`
+
+
+def packed_line_counts(size: int, num_tokens: int) -> list[int]:
+    """Return how many packed lines the graphs of a batch size can have, in ascending order: see `GraphKey.of`.
+
+    num_tokens: the most of a row.
+    """
+    step, most = packed_step(size), size * num_tokens
+    return [*range(step, most, step), most]
 
 
 def usual_packed_keys(sizes: list[int], num_tokens: int) -> list[GraphKey]:
@@ -74,6 +84,7 @@ def usual_packed_keys(sizes: list[int], num_tokens: int) -> list[GraphKey]:
     keys = []
     for size in reversed(sizes):
         step = packed_step(size)
-        most = min(ceil_div(4 * size, step) * step, size * num_tokens)
-        keys += [GraphKey(size, num_tokens, False, lines) for lines in range(most, size, -step)]
+        most = ceil_div(4 * size, step) * step
+        counts = [lines for lines in packed_line_counts(size, num_tokens) if size < lines <= most]
+        keys += [GraphKey(size, num_tokens, False, lines) for lines in reversed(counts)]
     return keys

@@ -87,7 +87,7 @@ class ImageRows:
         self._encoder, self._held, self._vocab_size, self._device = encoder, held, vocab_size, device
         self._max_tokens = max_tokens
         self._rows: dict[int, RowImages] = {}
-        # Until `take_failed`: why images could not be encoded, by first id, and positions of rows not be counted.
+        # Until `take_failed`: why images could not be encoded, by first id, and why positions not be counted, by row.
         self._failed: dict[int, str] = {}
         self._failed_rows: dict[int, str] = {}
         self._encoded: OrderedDict[int, Tensor] = OrderedDict()  # by first id, the least recently used first
@@ -102,6 +102,7 @@ class ImageRows:
         for row, num_tokens, num_prompt_tokens in records:
             start, end = end, end + num_tokens
             self._rows.pop(row, None)
+            self._failed_rows.pop(row, None)  # of a request that had the row before
             spans = [*self._take_spans(known[start:end])] if has_images else []
             deltas.append(0)
             if spans:

@@ -36,7 +36,7 @@ class Draft(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Says how a copy goes on if the next tokens are what is expected: what is drafted then."""
+    """Holds the tokens that are expected next, and the draft after them if they come."""
 
     expected: "array[int]"
     token_ids: list[int]

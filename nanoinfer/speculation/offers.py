@@ -1,7 +1,7 @@
 """Ranks what could be proposed to the rows of a step, so that its lines go to the likeliest proposals.
 
-Rows whose drafts are believed by the same things are of one kind. There are few kinds, so a step of many rows is ranked
-in little time. A proposal counts only if those before it are right. So it is never likelier than they are, and whatever
+Rows whose drafts have the same chances are of one kind. There are few kinds, so a step of many rows is ranked in little
+time. A proposal counts only if those before it are right. So it is never likelier than they are, and whatever
 comes first in the ranking is the beginning of a draft.
 """
 
@@ -13,8 +13,9 @@ from nanoinfer.engine.interfaces import packed_step
 from nanoinfer.integers import ceil_div
 from nanoinfer.speculation.controller import Size, rounded_rows
 
-# What the proposals of a row are believed by: how many come first that a form leaves no choice about, how many tokens
-# before the draft equal those before the place that it is copied from, and how many proposals there are.
+# What the chances of a row's proposals are estimated from: how many of them a form leaves no choice about (they come
+# first), how many tokens before the draft equal those before the place that it is copied from, and how many proposals
+# there are.
 Kind = tuple[int, int, int]
 
 

@@ -13,11 +13,11 @@ import torch
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, tiny_model_path
 from nanoinfer.bench.workloads import write_config
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.interfaces import packed_step, row_sizes
+from nanoinfer.engine.interfaces import row_sizes
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.layers.attention.metadata import DecodeBatch, SharedPrefixes
 from nanoinfer.runner.cuda_graphs import graph_sizes, several_tokens_graph_sizes, sharing_graph_sizes
-from nanoinfer.runner.stand_ins import GraphKey, packed_graph_sizes
+from nanoinfer.runner.stand_ins import GraphKey, packed_graph_sizes, packed_line_counts
 from nanoinfer.runner.step_tables import PADDING_ROW
 from tests.engine.test_rows_of_several_tokens import PARAMS, compare, draw_prompts, folders
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties, chat_prompts
@@ -143,7 +143,7 @@ def capture_all_graphs(engine: LLMEngine, max_num_seqs: int) -> None:
             if size in sharing_graph_sizes(max_num_seqs):
                 graphs.replay(DecodeBatch(rows, SharedPrefixes(none, none), num_tokens, num_row_tokens))
     for size in packed_graph_sizes(graph_sizes(max_num_seqs)):
-        for lines in range(packed_step(size), 8 * size + 1, packed_step(size)):
+        for lines in packed_line_counts(size, num_tokens=8):
             key = GraphKey(size, num_tokens=8, shares_prefixes=False, num_packed=lines)
             if key not in graphs._graphs:
                 graphs.capture(key, is_late=True)

@@ -161,6 +161,20 @@ def test_a_prompt_whose_positions_cannot_be_counted_ends_alone(llm: LLM, monkeyp
     assert outputs[2].error == f"the positions of its images cannot be counted {reason}"
 
 
+def test_positions_that_failed_in_a_step_that_failed_end_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such grid")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(image_rows(llm)._encoder, "positions", fail)
+        patch.setattr(engine_of(llm).check_open(), "sample", fail)
+        with pytest.raises(ValueError, match="no such grid"):
+            run(llm, [make_prompt(MODEL, [20, "#0", 30])])
+    engine_of(llm).abort([*engine_of(llm)._requests])
+    [output] = run(llm, [make_prompt(MODEL, [7, "#1", 9])])
+    assert output.outputs[0].finish_reason == "length", "it has the row of the other one"
+
+
 def test_a_model_that_is_not_supported_is_an_error_of_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(_: Any) -> list[torch.Tensor]:
         raise ModelError("leave images out")

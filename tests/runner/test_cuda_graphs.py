@@ -149,6 +149,23 @@ def test_few_graphs_of_packed_lines_are_captured_early() -> None:
     ]
     few = usual_packed_keys(packed_graph_sizes(graph_sizes(20)), num_tokens=2)
     assert [(key.num_rows, key.num_packed) for key in few] == [(20, 40)], "no more than the rows can have"
+    assert not packed_graph_sizes(graph_sizes(16)), "few rows are padded"
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 9])
+@pytest.mark.parametrize("max_num_seqs", [20, 64, 200, 256, 300])
+def test_graphs_of_packed_lines_that_are_captured_early_are_those_that_steps_need(
+    max_num_seqs: int, num_tokens: int
+) -> None:
+    sizes = packed_graph_sizes(graph_sizes(max_num_seqs))
+    needed = set[GraphKey]()
+    for size in sizes:
+        rows = torch.empty(size, dtype=torch.int32)
+        for num_own in range(size + 1, size * min(4, num_tokens) + 1):
+            needed.add(GraphKey.of(DecodeBatch(rows, None, num_tokens, rows, num_own), size))
+    keys = usual_packed_keys(sizes, num_tokens)
+    assert len({*keys}) == len(keys)
+    assert {*keys} == needed
 
 
 def test_a_larger_graph_serves_until_its_padding_has_taken_as_long_as_a_capture(

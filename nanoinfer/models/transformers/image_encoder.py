@@ -229,9 +229,9 @@ class TransformersImageEncoder:
     def _placed(self, parts: list[Tensor]) -> Tensor:
         """Return an input of several images where it is read: sizes on the host, all others on the device.
 
-        Those are large. They are joined there, so that the host needs no memory for all of them. A copy of memory that
-        is not pinned waits for all that its stream was given before, so copies have pinned memory, which PyTorch keeps
-        and uses again, and a stream of their own.
+        Pixels are large. They are joined on the device, so that the host needs no memory for all of them. A copy from
+        memory that is not pinned waits for all that its stream was given before. So copies have a stream of their own
+        and pinned memory, which PyTorch uses again once a copy has ended.
         """
         is_of_sizes = not parts[0].is_floating_point() and parts[0].dtype is not torch.bool
         if is_of_sizes or self._uploads is None:
@@ -304,6 +304,9 @@ def _first(size: Any) -> int | None:
 
 
 def joined(tensors: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
-    """Return the inputs of several images as those of one call. Some images may have inputs that others have not."""
+    """Return the inputs of several images as those of one call. Some images may have inputs that others have not.
+
+    join: makes one tensor of those of all images.
+    """
     names = dict.fromkeys(name for one in tensors for name in one)
     return {name: join([one[name] for one in tensors if name in one]) for name in names}
