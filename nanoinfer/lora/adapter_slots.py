@@ -146,8 +146,7 @@ class RankAdapters:
 
     def _read(self, folder: Path) -> AdapterMatrices:
         with cpu_threads(1):  # matrices are small: to wake other threads for each takes longer, above all busy ones
-            given = read_adapter(folder, self._model, self.max_rank)
-            return {path: {shard: one.to(self.dtype) for shard, one in its.items()} for path, its in given.items()}
+            return read_adapter(folder, self._model, self.max_rank, self.dtype)
 
     def keep(self, number: int, matrices: AdapterMatrices) -> None:
         """Keep an adapter under a number that no other has had. matrices: of `read`."""

@@ -2,7 +2,7 @@
 
 A layer may pack several of a checkpoint's modules: q, k, v; gate, up. Each has matrices of its own, A (rank, inputs)
 and B (outputs, rank), of which B is multiplied by the adapter's factor here, once. Column-parallel layers split B over
-the ranks, row-parallel ones A.
+the ranks, row-parallel ones A. Each is copied once, from the file's memory to where it stays.
 """
 
 import re
@@ -35,9 +35,6 @@ class ShardMatrices(NamedTuple):
     a: Tensor  # (rank, inputs)
     b: Tensor  # (outputs, rank)
 
-    def to(self, dtype: torch.dtype) -> "ShardMatrices":
-        return ShardMatrices(self.a.to(dtype), self.b.to(dtype))
-
 
 LayerMatrices = dict[str, ShardMatrices]  # by shard
 AdapterMatrices = dict[str, LayerMatrices]  # by the path of a layer in the model
@@ -55,11 +52,14 @@ def shards_of(layer: Any) -> tuple[str, ...]:
     return layer.shards if isinstance(layer, ColumnParallelLinear) else (WHOLE,)
 
 
-def read_adapter(folder: Path, model: Any, max_rank: int) -> AdapterMatrices:
-    """Read an adapter that peft has saved. Raises ModelError for one that does not fit the model, or is not served."""
+def read_adapter(folder: Path, model: Any, max_rank: int, dtype: torch.dtype) -> AdapterMatrices:
+    """Read an adapter that peft has saved, as matrices in `dtype`.
+
+    Raises ModelError for one that does not fit the model, or is not served.
+    """
     config, path = AdapterConfig.read(folder), folder / WEIGHTS_FILE
     try:
-        return place_matrices(dict(_read_tensors(path)), config, model, max_rank)
+        return place_matrices(dict(_read_tensors(path)), config, model, max_rank, dtype)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -84,8 +84,10 @@ def temporary_folder(like: Path, named_tensors: Mapping[str, Tensor] | Iterable[
         yield folder
 
 
-def place_matrices(tensors: Mapping[str, Tensor], config: AdapterConfig, model: Any, max_rank: int) -> AdapterMatrices:
-    """Return what the layers of this rank get of an adapter's tensors, which have peft's names."""
+def place_matrices(
+    tensors: Mapping[str, Tensor], config: AdapterConfig, model: Any, max_rank: int, dtype: torch.dtype
+) -> AdapterMatrices:
+    """Return what the layers of this rank get of an adapter's tensors, which have peft's names, in `dtype`."""
     layers = adaptable_layers(model)
     modules: dict[str, dict[str, Tensor]] = {}  # of the checkpoint, by name
     for name, tensor in tensors.items():
@@ -101,8 +103,10 @@ def place_matrices(tensors: Mapping[str, Tensor], config: AdapterConfig, model: 
             raise ModelError(f"it changes {module}, which is not supported for this model; {MERGE}")
         try:
             given = _checked(pair, config, module, max_rank)
+            factor = config.factor_of(module)
             for its_shard, part in _by_shard(layer, given, shard).items():
-                placed.setdefault(target.removesuffix(".weight"), {})[its_shard] = _share(layer, its_shard, part)
+                share = _share(layer, its_shard, part)
+                placed.setdefault(target.removesuffix(".weight"), {})[its_shard] = _kept(share, factor, dtype)
         except ModelError as error:
             raise ModelError(f"{module}: {error}") from None
     left_out = [
@@ -125,7 +129,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _checked(pair: Mapping[str, Tensor], config: AdapterConfig, module: str, max_rank: int) -> ShardMatrices:
-    """Return both matrices of a module of the checkpoint, B times the factor."""
+    """Return both matrices of a module of the checkpoint."""
     if not config.targets(module):
         raise ModelError("it has matrices, and adapter_config.json does not name it among its target_modules")
     if len(pair) < 2:
@@ -140,7 +144,7 @@ def _checked(pair: Mapping[str, Tensor], config: AdapterConfig, module: str, max
             f"A has shape {tuple(a.shape)} and B {tuple(b.shape)}, and adapter_config.json has rank {rank}; are both "
             "files of one adapter?"
         )
-    return ShardMatrices(a, b.float() * config.factor_of(module))
+    return ShardMatrices(a, b)
 
 
 def _by_shard(layer: Any, given: ShardMatrices, shard: str | None) -> LayerMatrices:
@@ -156,12 +160,19 @@ def _by_shard(layer: Any, given: ShardMatrices, shard: str | None) -> LayerMatri
 
 
 def _share(layer: Any, shard: str, full: ShardMatrices) -> ShardMatrices:
-    """Return this rank's part, in memory of its own."""
+    """Return this rank's part."""
     if isinstance(layer, ColumnParallelLinear):
-        share = ShardMatrices(full.a, layer.share_of(full.b, shard, 0, 1))
-    else:
-        share = ShardMatrices(layer.tp.shard(full.a, 1), full.b)
-    return ShardMatrices(share.a.clone(), share.b.contiguous())
+        return ShardMatrices(full.a, layer.share_of(full.b, shard, 0, 1))
+    return ShardMatrices(layer.tp.shard(full.a, 1), full.b)
+
+
+def _kept(share: ShardMatrices, factor: float, dtype: torch.dtype) -> ShardMatrices:
+    """Return matrices in memory of their own, B times the factor. The product is rounded once.
+
+    PyTorch multiplies 16 bits by a number in float32, so B needs to be widened only where its dtype changes.
+    """
+    a, b = share.a.to(dtype, copy=True, memory_format=torch.contiguous_format), share.b
+    return ShardMatrices(a, ((b if b.dtype == dtype else b.float()) * factor).to(dtype).contiguous())
 
 
 def checkpoint_modules(model: Any, layers: Mapping[str, Any]) -> dict[tuple[str, str], str]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from nanoinfer import LLM, ConfigError, EngineStateError, LoRARequest, ModelError, RequestError, SamplingParams
 from nanoinfer.errors import EngineClosedError
 from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
-from nanoinfer.lora.adapter_weights import read_adapter
+from nanoinfer.lora.adapter_weights import ShardMatrices, _kept, read_adapter
 from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
 from nanoinfer.models.execution import PrefillGraphs, small_prefill_graphs
 from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
@@ -441,3 +441,18 @@ def test_an_adapter_that_does_not_fit_is_refused(
     with pytest.raises(ModelError, match=message):
         llm.add_lora(request(adapter, 9))
     assert 9 not in llm.list_loras()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
+def test_b_is_multiplied_by_the_factor_in_float32_and_rounded_once(given: torch.dtype, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(64, 8, generator=generator).to(given) for _ in range(2))
+    for factor in (2.0, 2 / 3, 1.0):
+        share = ShardMatrices(a.clone()[:, :5], b.clone())
+        kept = _kept(share, factor, dtype)
+        for matrix in share:
+            matrix.zero_()
+        assert torch.equal(kept.a, a[:, :5].to(dtype))
+        assert kept.a.is_contiguous()
+        assert torch.equal(kept.b, (b.float() * factor).to(dtype))
