@@ -17,7 +17,8 @@ from nanoinfer.ops.dispatch import kernel_of
 
 OPS = Path(nanoinfer.__file__).parent / "ops"
 SPECS = sorted(path.parent.name for path in OPS.glob("*/spec.py"))
-PLANNED = {"decode_attention", "prefill_attention"}  # whose kernels take plans, and which attention backends choose
+# Whose kernels take plans, and are chosen by attention backends, or by the attention of towers.
+PLANNED = {"decode_attention", "prefill_attention", "segment_attention"}
 
 
 def operations(name: str) -> list[object]:
