@@ -152,13 +152,13 @@ class _PictureTexts:
 
     def encode(self, text: Any, *args: Any, **options: Any) -> Any:
         """Return what the tokenizer makes of a text, in a mapping of the caller's own."""
-        name = repr((text, args, options))
+        key = repr((text, args, options))
         with self._lock:
-            if name not in self._known:
+            if key not in self._known:
                 if len(self._known) >= MAX_TEXTS:
                     self._known.clear()
-                self._known[name] = self.tokenizer(text, *args, **options)
-            return copy.copy(self._known[name])
+                self._known[key] = self.tokenizer(text, *args, **options)
+            return copy.copy(self._known[key])
 
 
 class _Listener:
