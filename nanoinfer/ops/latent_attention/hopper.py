@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.hopper import SWIZZLED, load_tile, thread_barrier
+from nanoinfer.ops.common.hopper import SWIZZLED, clear_rows, load_tile, thread_barrier
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.decode_attention.triton import (
     BEGINS_LATER,
@@ -122,25 +122,6 @@ def _fetch(
 
 
 @gluon.jit
-def _maximum(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _clear(piece, num_valid):
-    """Set the latents from `num_valid` on to 0: they may be NaN, and 0 x NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    vector = gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
-    read = piece.load(layout)
-    piece.store(gl.where((vector < num_valid)[:, None], read, gl.zeros_like(read)))
-
-
-@gluon.jit
 def _read_row(tiles_ptr, row_starts_ptr, tile, last):
     """Return what a tile says of its row.
 
@@ -222,10 +203,10 @@ def _weigh(
             if num_visible < tile_size:  # a row's later tokens see more
                 end_of_query = num_visible + gl.minimum(query // group_size, num_later)
                 scores = gl.where(vector[None, :] < end_of_query[:, None], scores, MASKED)
-            new_maximum = gl.maximum(maximum, gl.reduce(scores, 1, _maximum))
+            new_maximum = gl.maximum(maximum, gl.max(scores, 1))
             decay = gl.exp2(maximum - new_maximum)
             weight = gl.exp2(scores - new_maximum[:, None])
-            total = total * decay + gl.reduce(weight, 1, _sum)
+            total = total * decay + gl.sum(weight, 1)
             maximum = new_maximum
             mbarrier.wait(w_empty, w_phase)
             w_phase ^= 1
@@ -319,7 +300,7 @@ def _add_up(
             w_phase ^= 1
             if num_valid < tile_size:
                 for index in gl.static_range(num_pieces):
-                    _clear(ring.index(pieces + index), num_valid)
+                    clear_rows(ring.index(pieces + index), 0, num_valid)
                 fence_async_shared()
                 thread_barrier()
             decay = factors.index(0).load(of_lines)

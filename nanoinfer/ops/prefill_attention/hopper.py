@@ -28,14 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
-from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile, thread_barrier
+from nanoinfer.ops.common.hopper import (
+    MAX_REGISTERS,
+    SWIZZLED,
+    SWIZZLED_HEADS,
+    attention_barriers,
+    clear_rows,
+    load_tile,
+    thread_barrier,
+)
 from nanoinfer.ops.prefill_attention.triton import TILE_ROWS
 
 KEYS = 128  # of a tile
 STAGES = 2  # tiles of keys and of values that shared memory holds
 ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared out
-
-SWIZZLED_HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
 
 
 @gluon.jit
@@ -110,16 +116,6 @@ def _fetch(
 
 
 @gluon.jit
-def _maximum(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
 def _masked(scores, position, start, KEYS: gl.constexpr):
     key = start + gl.arange(0, KEYS, gl.SliceLayout(0, scores.type.layout))
     return gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
@@ -128,11 +124,8 @@ def _masked(scores, position, start, KEYS: gl.constexpr):
 @gluon.jit
 def _clear_values(values, half: gl.constexpr, num_valid, v_clean, clean_phase, KEYS: gl.constexpr):
     """Set the values from `num_valid` on to 0, half of them here: they may be NaN, and 0 x NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    part = values.slice(half * (KEYS // 2), KEYS // 2)
-    key = half * (KEYS // 2) + gl.arange(0, KEYS // 2, gl.SliceLayout(1, layout))
-    read = part.load(layout)
-    part.store(gl.where((key < num_valid)[:, None], read, gl.zeros_like(read)))
+    first: gl.constexpr = half * (KEYS // 2)
+    clear_rows(values.slice(first, KEYS // 2), first, num_valid)
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(v_clean, count=1)
@@ -205,9 +198,9 @@ def _attend(
             mbarrier.arrive(k_empty.index(stage), count=1)
             if first_position + 1 < KEYS:
                 scores = _masked(scores, position, 0, KEYS)
-            maximum = gl.reduce(scores, 1, _maximum) * scale_log2
+            maximum = gl.max(scores, 1) * scale_log2
             weights = gl.exp2(scores * scale_log2 - maximum[:, None])
-            total = gl.reduce(weights, 1, _sum)
+            total = gl.sum(weights, 1)
             weights = gl.convert_layout(weights.to(dtype), weights_layout)
             acc = gl.zeros([num_rows, head_dim], gl.float32, acc_layout)
             for start in range(KEYS, end, KEYS):
@@ -222,10 +215,10 @@ def _attend(
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 if first_position + 1 < start + KEYS:
                     scores = _masked(scores, position, start, KEYS)
-                new_maximum = gl.maximum(maximum, gl.reduce(scores, 1, _maximum) * scale_log2)
+                new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale_log2)
                 decay = gl.exp2(maximum - new_maximum)
                 new_weights = gl.exp2(scores * scale_log2 - new_maximum[:, None])
-                total = total * decay + gl.reduce(new_weights, 1, _sum)
+                total = total * decay + gl.sum(new_weights, 1)
                 maximum = new_maximum
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(previous), count=1)
@@ -248,7 +241,7 @@ def _attend(
             dim = gl.arange(0, head_dim, gl.SliceLayout(0, acc_layout))
             gl.store(out_ptr + offsets[:, None] + dim[None, :], acc.to(dtype), mask=(token < num_tokens)[:, None])
         mbarrier.wait(q_full, q_phase)
-        item = gl.reduce(current.load(gl.BlockedLayout([1], [32], [4], [0])), 0, _maximum)
+        item = gl.max(current.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
@@ -274,34 +267,16 @@ def _hopper_prefill_kernel(
     ATTENDING_REGISTERS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
 ):
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
     tiles: gl.constexpr = k_desc.layout
     q = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS // 2, head_dim], tiles)
     k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, head_dim], tiles)
     v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, head_dim], tiles)
-    current = gl.allocate_shared_memory(gl.int32, [1], barriers)  # the item that is fetched
-    q_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    v_clean = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    mbarrier.init(v_clean, count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
-    fence_async_shared()
+    current = gl.allocate_shared_memory(gl.int32, [1], mbarrier.MBarrierLayout())  # the item that is fetched
+    full, empty, v_clean = attention_barriers(STAGES)
     num_items = num_tiles * num_kv_heads
     descriptors = (q_desc, k_desc, v_desc)
     pointers = (tiles_ptr, block_tables_ptr, cu_context_lens_ptr, counters_ptr, out_ptr)
     buffers = (q, k, v, current)
-    full = (q_full, k_full, v_full)
-    empty = (q_empty, k_empty, v_empty)
     # The constants are named in the call itself: a variable would make numbers of a step of them.
     gl.warp_specialize(
         [

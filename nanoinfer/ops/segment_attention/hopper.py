@@ -26,7 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
-from nanoinfer.ops.common.hopper import MAX_REGISTERS, SWIZZLED, load_tile, thread_barrier
+from nanoinfer.ops.common.hopper import (
+    MAX_REGISTERS,
+    SWIZZLED,
+    SWIZZLED_HEADS,
+    attention_barriers,
+    clear_rows,
+    load_tile,
+    thread_barrier,
+)
 
 TILE_ROWS = 128  # queries of a tile
 KEYS = 128  # of a tile
@@ -36,7 +44,6 @@ ATTENDING_REGISTERS, LOADING_REGISTERS = 240, 24  # as MAX_REGISTERS are shared 
 HEAD_DIMS = (64, 72, 80)
 
 NARROW = gl.NVMMASharedLayout(32, 16, rank=2)  # rows of 32 bytes, of the second part
-SWIZZLED_HEADS = gl.NVMMASharedLayout(128, 16, rank=3)
 NARROW_HEADS = gl.NVMMASharedLayout(32, 16, rank=3)
 
 
@@ -102,33 +109,14 @@ def _fetch(
 
 
 @gluon.jit
-def _maximum(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _clear_part(values, first_row, num_valid, NUM_ROWS: gl.constexpr, layout: gl.constexpr):
-    part = values.slice(first_row, NUM_ROWS)
-    key = first_row + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, layout))
-    read = part.load(layout)
-    part.store(gl.where((key < num_valid)[:, None], read, gl.zeros_like(read)))
-
-
-@gluon.jit
 def _clear_values(
     values, rest, half: gl.constexpr, num_valid, v_clean, clean_phase, HAS_REST: gl.constexpr, KEYS: gl.constexpr
 ):
     """Set the values from `num_valid` on to 0, half of them here: another image's may be NaN, and 0 x NaN is NaN."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    _clear_part(values, half * (KEYS // 2), num_valid, KEYS // 2, wide)
+    first: gl.constexpr = half * (KEYS // 2)
+    clear_rows(values.slice(first, KEYS // 2), first, num_valid)
     if HAS_REST:
-        _clear_part(rest, half * (KEYS // 2), num_valid, KEYS // 2, narrow)
+        clear_rows(rest.slice(first, KEYS // 2), first, num_valid)
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(v_clean, count=1)
@@ -192,9 +180,9 @@ def _attend(
         mbarrier.arrive(k_empty.index(stage), count=1)
         if first_key + KEYS > end:
             scores = gl.where((first_key + key < end)[None, :], scores, float("-inf"))
-        maximum = gl.reduce(scores, 1, _maximum) * scale_log2
+        maximum = gl.max(scores, 1) * scale_log2
         weights = gl.exp2(scores * scale_log2 - maximum[:, None])
-        total = gl.reduce(weights, 1, _sum)
+        total = gl.sum(weights, 1)
         weights = weights.to(dtype)
         acc = gl.zeros([num_rows, FIRST], gl.float32, acc_layout)
         acc_rest = gl.zeros([num_rows, REST], gl.float32, rest_layout)
@@ -216,10 +204,10 @@ def _attend(
             mbarrier.arrive(k_empty.index(stage), count=1)
             if start + KEYS > end:
                 scores = gl.where((start + key < end)[None, :], scores, float("-inf"))
-            new_maximum = gl.maximum(maximum, gl.reduce(scores, 1, _maximum) * scale_log2)
+            new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale_log2)
             decay = gl.exp2(maximum - new_maximum)
             new_weights = gl.exp2(scores * scale_log2 - new_maximum[:, None])
-            total = total * decay + gl.reduce(new_weights, 1, _sum)
+            total = total * decay + gl.sum(new_weights, 1)
             maximum = new_maximum
             if HAS_REST:
                 acc, acc_rest = warpgroup_mma_wait(0, deps=[acc, acc_rest])
@@ -286,33 +274,15 @@ def _segment_attention_kernel(
     LOADING_REGISTERS: gl.constexpr,
 ):
     has_rest: gl.constexpr = head_dim > FIRST
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS // 2, FIRST], SWIZZLED)
     q_rest = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS // 2, REST], NARROW)
     k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, FIRST], SWIZZLED)
     k_rest = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, REST], NARROW)
     v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, FIRST], SWIZZLED)
     v_rest = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, REST], NARROW)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    v_clean = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    mbarrier.init(v_clean, count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
-    fence_async_shared()
+    full, empty, v_clean = attention_barriers(STAGES)
     descriptors = (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc)
     buffers = (q, q_rest, k, k_rest, v, v_rest)
-    full = (q_full, k_full, v_full)
-    empty = (q_empty, k_empty, v_empty)
     # The constants are named in the call itself: a variable would make numbers of a step of them.
     gl.warp_specialize(
         [
