@@ -132,7 +132,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 WITHOUT_TORCH = {"constraints", "engine", "config", "option_fields", "sampling_params"}
 WITHOUT_TORCH |= {"outputs", "metrics", "flat_logprobs", "errors", "vllm_names", "cli", "token_ids"}
 CUDA_ONLY = (
-    "ops.common.math",
     "distributed.copy_engines",
     "layers.attention.flash_attn",
     "layers.attention.latent_triton",

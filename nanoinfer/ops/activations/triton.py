@@ -9,8 +9,8 @@ import triton.language as tl
 
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import gated, wait_for_inputs
 from nanoinfer.ops.fp8.triton import MAX_TILE, store_rounded, tile_of_row
 from nanoinfer.ops.norms.triton import num_warps
 
@@ -37,9 +37,7 @@ def _gated_activation_kernel(
     end = tl.minimum(first + width, size)
     column = first + tl.arange(0, TILE)
     mask = column < end
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask)
     up = tl.load(gate_up_ptr + row * row_stride + size + column, mask=mask)
     out = gated(gate, up, gate.dtype, GELU, ERF).to(gate.dtype)
@@ -108,9 +106,7 @@ def _gelu_times_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     mask = column < size
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     gate = tl.load(gate_ptr + row * gate_row_stride + column, mask=mask)
     factors = tl.load(factors_ptr + row * factors_row_stride + column, mask=mask)
     out = gated(gate, factors, gate.dtype, True).to(gate.dtype)
@@ -153,9 +149,7 @@ def _sigmoid_and_mul_kernel(
 ):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < size
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask).to(tl.float32)
     gate = tl.zeros((TILE,), tl.float32)
@@ -205,9 +199,7 @@ def _gated_sum_kernel(
     column = tl.arange(0, SIZE)
     mask = column < size
     weight = tl.load(gate_weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # no kernel writes it
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     hidden = tl.load(hidden_ptr + row * hidden_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     gate = 1.0 / (1.0 + tl.exp(-tl.sum(hidden * weight, axis=0)))
     total = tl.zeros((SIZE,), tl.float32)

@@ -31,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2, num_multiprocessors
-from nanoinfer.ops.common.math import soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import soft_capped
 from nanoinfer.ops.kv_cache.spec import LayerCache
 
 TILE_ELEMENTS = 8192  # of keys in a tile, and of values: 64 tokens of 128 dimensions

@@ -28,6 +28,7 @@ from torch import Tensor
 from nanoinfer.device import to_device
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import wait_for_inputs
 from nanoinfer.ops.delta_rule import spec
 from nanoinfer.ops.delta_rule.spec import CHUNK
 
@@ -131,9 +132,7 @@ def _gated_delta_step_kernel(
     matrix_ptrs += key_index[:, None] * value_dim + value_index[None, :]
     in_matrix = is_key[:, None] & is_value[None, :]
     matrix = tl.load(matrix_ptrs, mask=in_matrix, other=0.0)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
 
     x_ptr = qkvz_ptr + line * qkvz_stride
     inputs_ptr = conv_inputs_ptr + place * WIDTH * num_channels

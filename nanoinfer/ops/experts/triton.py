@@ -21,8 +21,8 @@ from torch import Tensor
 
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_hopper_kernels, has_large_shared_memory, num_multiprocessors
-from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import gated
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.experts.triton_fp8 import fp8_expert_mlp as fp8_expert_mlp
 from nanoinfer.ops.int4.triton import WORDS, int4_tile_product, widen

@@ -14,8 +14,8 @@ import triton.language as tl
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE
-from nanoinfer.ops.common.math import e4m3_scale, gated, to_e4m3
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import e4m3_scale, gated, to_e4m3
 from nanoinfer.ops.fp8.triton import scaled_tile_product
 from nanoinfer.ops.routing.triton import plan_tiles, row_of_result, tile_pairs, tile_rows
 

@@ -20,8 +20,8 @@ import triton.language as tl
 
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import gated
 
 DEPTH = 256  # values of a line that a warp reads at once: 16 bytes a thread
 

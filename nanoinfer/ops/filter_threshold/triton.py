@@ -18,7 +18,7 @@ import triton.language as tl
 
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.math import INF
+from nanoinfer.ops.common.triton import INF
 
 GROUP_SIZE = tl.constexpr(64)  # ids
 LOWEST_KEY = tl.constexpr(-(2**31))

@@ -28,8 +28,8 @@ from torch import Tensor
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, has_rowwise_scaled_mm, next_power_of_2
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE, MAX_SMALL_STEP, RowFormat, group_size_of
-from nanoinfer.ops.common.math import e4m3_scale, to_e4m3
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import e4m3_scale, to_e4m3, wait_for_inputs
 
 MAX_TILE = 1024  # values for each program, where rows are cut
 STEPS_AHEAD = 4  # along K, whose weights a program asks for while it waits for the activations; a power of two
@@ -87,9 +87,7 @@ def _quantize_rows_kernel(
     first = tl.program_id(1) * width
     end = tl.minimum(first + width, size)
     column = first + tl.arange(0, TILE)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     x = tl.load(x_ptr + row * x_row_stride + column, mask=column < end, other=0.0).to(tl.float32)
     store_rounded(x, first, end, values_ptr + row * size, scales_ptr + row * num_groups, static_scale_ptr, GROUP, TILE)
 

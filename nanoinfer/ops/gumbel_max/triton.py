@@ -13,7 +13,7 @@ import triton.language as tl
 from nanoinfer import token_ids
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.math import INF
+from nanoinfer.ops.common.triton import INF
 from nanoinfer.ops.gumbel_max import spec
 
 GROUP_SIZE = tl.constexpr(spec.GROUP_SIZE)  # ids

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
-from nanoinfer.ops.common.math import SMALLEST_SCALE
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import SMALLEST_SCALE, wait_for_inputs
 from nanoinfer.ops.kv_cache.spec import LARGEST
 
 NUM_WARPS = 4
@@ -33,6 +33,12 @@ def _magnitude(x):
     """Return absolute values in float32; infinity for NaN, which `tl.max` would pass over."""
     x = tl.abs(x.to(tl.float32))
     return tl.where(x < float("inf"), x, float("inf"))
+
+
+@triton.jit
+def _scale(largest_here, largest: tl.constexpr):
+    """Return the scales of vectors in 8 bits by their largest magnitudes; NaN where one is infinite."""
+    return tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
 
 
 @triton.jit
@@ -83,9 +89,7 @@ def _norm_rope_store_kernel(
     is_key = mask & is_rotated & (head >= num_heads)
     is_value = mask & (head >= num_heads + num_kv_heads)
 
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     # Which dimension of the head each element of the tiles is, and how far its partner lies from it.
     first_dim = dim
     distance = half_dim
@@ -140,7 +144,7 @@ def _norm_rope_store_kernel(
         target = line * (2 * half_dim) + first_dim
         if k_scales_ptr is not None:
             largest_here = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), axis=1)[:, None]
-            scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
+            scale = _scale(largest_here, largest)
             tl.store(k_scales_ptr + line, scale, mask=is_rotated & (head >= num_heads))
             tl.store(v_scales_ptr + line, scale, mask=(kv_head < num_kv_heads) & (head >= num_heads + num_kv_heads))
             stored_first = _rounded(first, scale, largest, k_cache_ptr.dtype.element_ty)
@@ -168,7 +172,7 @@ def _store_rows(
     x = tl.load(x_ptr, mask=mask, other=0.0)
     if scales_ptr is not None:
         largest_here = tl.max(_magnitude(x), axis=1)[:, None]
-        scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
+        scale = _scale(largest_here, largest)
         tl.store(scales_ptr + line, scale, mask=is_head)
         x = _rounded(x, scale, largest, cache_ptr.dtype.element_ty)
     tl.store(cache_ptr + line * head_dim + dim, x, mask=mask)
@@ -230,18 +234,28 @@ def _widen_blocks_kernel(
     tl.store(out_ptr + place * num_vectors * head_dim + offsets, wide, mask=mask)
 
 
+def _heads_of(qkv, cache):
+    """Return the heads of all tokens (of their first partial sums), the number of partial sums, and their stride."""
+    is_split = qkv.dim() == 3
+    first = qkv[0] if is_split else qkv
+    assert first.stride(1) == 1, f"the rows of qkv must be contiguous, strides {qkv.stride()}"
+    _check_cache(cache)
+    heads = first.unflatten(1, (-1, cache.k.shape[3]))
+    return (heads, len(qkv), qkv.stride(0)) if is_split else (heads, 1, 0)
+
+
+def _check_cache(cache):
+    assert cache.k.is_contiguous(), "the keys of the cache must be contiguous"
+    assert cache.v.is_contiguous(), "the values of the cache must be contiguous"
+
+
 def norm_rope_store(qkv, norm_weights, eps, positions, cos_sin_cache, cache, slot_mapping, interleaved=False):
     _, num_kv_heads, block_size, head_dim = cache.k.shape
-    num_splits, split_stride = (len(qkv), qkv.stride(0)) if qkv.dim() == 3 else (1, 0)
-    qkv = qkv[0] if qkv.dim() == 3 else qkv
-    heads = qkv.unflatten(1, (-1, head_dim))
+    heads, num_splits, split_stride = _heads_of(qkv, cache)
     num_tokens, num_all_heads, _ = heads.shape
     num_heads = num_all_heads - 2 * num_kv_heads
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     q_weight, k_weight = norm_weights or (None, None)
-    assert qkv.stride(1) == 1, f"the rows of qkv must be contiguous, strides {qkv.stride()}"
-    assert cache.k.is_contiguous(), "the keys of the cache must be contiguous"
-    assert cache.v.is_contiguous(), "the values of the cache must be contiguous"
     if num_tokens == 0:
         return q, k, v
     padded_half_dim = next_power_of_2(head_dim // 2)
@@ -259,7 +273,7 @@ def norm_rope_store(qkv, norm_weights, eps, positions, cos_sin_cache, cache, slo
         cache.v_scales,
         slot_mapping,
         split_stride,
-        qkv.stride(0),
+        heads.stride(0),
         eps,
         num_splits=num_splits,
         num_heads=num_heads,
@@ -281,8 +295,7 @@ def norm_rope_store(qkv, norm_weights, eps, positions, cos_sin_cache, cache, slo
 def store_keys_values(k, v, cache, slot_mapping):
     _, num_kv_heads, block_size, head_dim = cache.k.shape
     assert k.stride(2) == v.stride(2) == 1, f"heads must be contiguous, strides {k.stride()} and {v.stride()}"
-    assert cache.k.is_contiguous(), "the keys of the cache must be contiguous"
-    assert cache.v.is_contiguous(), "the values of the cache must be contiguous"
+    _check_cache(cache)
     if not len(k):
         return
     padded_dim = next_power_of_2(head_dim)
@@ -353,9 +366,7 @@ def _qkv_norm_rope_store_kernel(
     dim = tl.arange(0, HALF_DIM)[None, :]
     is_dim = dim < half_dim
     mask = is_token & is_dim
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     first_ptr = qkv_ptr + token * token_stride + head * (2 * half_dim) + dim
     x1 = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(first_ptr + half_dim, mask=mask, other=0.0).to(tl.float32)
@@ -419,7 +430,7 @@ def _store_head(
     target = cache_ptr + line * (2 * half_dim) + dim
     if scales_ptr is not None:
         largest_here = tl.max(tl.maximum(_magnitude(x1), _magnitude(x2)), axis=1)[:, None]
-        scale = tl.where(largest_here < float("inf"), largest_here * tl.div_rn(1.0, largest), float("nan"))
+        scale = _scale(largest_here, largest)
         tl.store(scales_ptr + line, scale, mask=has_slot)
         x1 = _rounded(x1, scale, largest, cache_ptr.dtype.element_ty)
         x2 = _rounded(x2, scale, largest, cache_ptr.dtype.element_ty)
@@ -429,13 +440,8 @@ def _store_head(
 
 def qkv_norm_rope_store(qkv, num_heads, q_weight, k_weight, eps, positions, cos_sin_cache, cache, slot_mapping):
     _, num_kv_heads, block_size, head_dim = cache.k.shape
-    num_splits, split_stride = (len(qkv), qkv.stride(0)) if qkv.dim() == 3 else (1, 0)
-    qkv = qkv[0] if qkv.dim() == 3 else qkv
-    heads = qkv.unflatten(1, (-1, head_dim))
+    heads, num_splits, split_stride = _heads_of(qkv, cache)
     num_tokens, num_all_heads, _ = heads.shape
-    assert qkv.stride(1) == 1, f"the rows of qkv must be contiguous, strides {qkv.stride()}"
-    assert cache.k.is_contiguous(), "the keys of the cache must be contiguous"
-    assert cache.v.is_contiguous(), "the values of the cache must be contiguous"
     assert cos_sin_cache.shape[1] == head_dim, f"whole heads are rotated, not {cos_sin_cache.shape[1]} dimensions"
     q, k, v = heads[:, :num_heads], None, None
     values = None  # of their own, where the keys are values too
@@ -458,7 +464,7 @@ def qkv_norm_rope_store(qkv, num_heads, q_weight, k_weight, eps, positions, cos_
         values,
         slot_mapping,
         split_stride,
-        qkv.stride(0),
+        heads.stride(0),
         eps,
         num_tokens,
         num_splits=num_splits,

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from nanoinfer.integers import ceil_div
-from nanoinfer.ops.common.math import INF, soft_capped
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import INF, soft_capped
 
 CAP_TILE = 4096  # logits of a program of `cap_logits`
 GROUP_SIZE = tl.constexpr(8)  # ids of a byte of a mask

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2, num_multiprocessors
-from nanoinfer.ops.common.math import gated
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import gated
 from nanoinfer.ops.routing.triton import plan_tiles, tile_pairs, tile_rows
 
 MIN_TILE = 16  # what tensor cores take

@@ -9,6 +9,7 @@ import triton.language as tl
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import wait_for_inputs
 from nanoinfer.ops.fp8.triton import store_rounded
 
 MAX_WARPS = 16
@@ -25,6 +26,21 @@ def normalised(x, weight, size: tl.constexpr, eps):
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     # Rounded after the division and after the weight, as PyTorch does it.
     return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
+@triton.jit
+def _sum_of_terms(x_ptrs, split_stride, mask, num_splits: tl.constexpr):
+    """Return the sum of the partial sums of a row, in float32, zero where they are masked."""
+    wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, num_splits):
+        wide += tl.load(x_ptrs + split * split_stride, mask=mask, other=0.0).to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _normed_sum(wide, weight, size: tl.constexpr, eps, dtype: tl.constexpr):
+    """Return the norm of a sum in float32, rounded before and after as separate kernels would leave it."""
+    return normalised(wide.to(dtype).to(tl.float32), weight, size, eps).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -63,10 +79,7 @@ def _rms_norm_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x_ptrs = x_ptr + row * x_row_stride + column
-    wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, num_splits):
-        wide += tl.load(x_ptrs + split * x_split_stride, mask=mask, other=0.0).to(tl.float32)
+    wide = _sum_of_terms(x_ptr + row * x_row_stride + column, x_split_stride, mask, num_splits)
     for term in tl.static_range(num_other_terms):
         # Past the L1 cache, which does not see what other GPUs write.
         term_ptrs = other_terms_ptr + term * other_terms_stride + row * size + column
@@ -74,8 +87,7 @@ def _rms_norm_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
         if sum_weight_ptr is not None:
-            wide = normalised(wide.to(residual.dtype).to(tl.float32), sum_weight, size, eps)
-            wide = wide.to(residual.dtype).to(tl.float32)
+            wide = _normed_sum(wide, sum_weight, size, eps, residual.dtype)
         total = (wide + residual.to(tl.float32)).to(residual.dtype)
         tl.store(total_ptr + row * size + column, total, mask=mask)
         wide = total.to(tl.float32)
@@ -209,21 +221,6 @@ def add_layer_norm(x, residual, weight, bias, eps, total=None):
 
 
 @triton.jit
-def _sum_of_terms(x_ptrs, split_stride, mask, num_splits: tl.constexpr):
-    """Return the sum of the partial sums of a row, in float32, zero where they are masked."""
-    wide = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, num_splits):
-        wide += tl.load(x_ptrs + split * split_stride, mask=mask, other=0.0).to(tl.float32)
-    return wide
-
-
-@triton.jit
-def _normed_sum(wide, weight, size: tl.constexpr, eps, dtype: tl.constexpr):
-    """Return the norm of a sum in float32, rounded before and after as separate kernels would leave it."""
-    return normalised(wide.to(dtype).to(tl.float32), weight, size, eps).to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _scaled_norm_kernel(
     x_ptr,
     other_ptr,  # None, unless there are other terms, with a norm of their own as x has
@@ -259,9 +256,7 @@ def _scaled_norm_kernel(
     if other_ptr is not None:
         x_weight = tl.load(x_weight_ptr + column, mask=mask, other=0.0)
         other_weight = tl.load(other_weight_ptr + column, mask=mask, other=0.0)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     wide = _sum_of_terms(x_ptr + row * x_row_stride + column, x_split_stride, mask, num_splits)
     if other_ptr is not None:
         other_ptrs = other_ptr + row * other_row_stride + column
@@ -339,9 +334,7 @@ def _three_norms_kernel(
     second_weight = tl.load(second_weight_ptr + column, mask=mask)
     third_weight = tl.load(third_weight_ptr + column, mask=mask)
     sum_weight = tl.load(sum_weight_ptr + column, mask=mask, other=0.0)  # what it scales stays zero beyond `size`
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     wide = _sum_of_terms(x_ptr + row * x_row_stride + column, x_split_stride, mask, num_splits)
     residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
     total = (_normed_sum(wide, sum_weight, size, eps, dtype) + residual.to(tl.float32)).to(dtype)

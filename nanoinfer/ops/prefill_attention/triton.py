@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanoinfer.device import to_device
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, next_power_of_2
-from nanoinfer.ops.common.math import soft_capped
+from nanoinfer.ops.common.triton import soft_capped
 from nanoinfer.ops.decode_attention.triton import LIFT, LOG2_E, MASKED, padded_head_dim
 from nanoinfer.ops.kv_cache.spec import LayerCache
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import wait_for_inputs
 from nanoinfer.ops.routing import spec
 
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
@@ -54,9 +55,7 @@ def _route_kernel(
         bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
     if expert_scales_ptr is not None:
         expert_scales = tl.load(expert_scales_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     logits = tl.where(is_expert, 0.0, float("-inf"))
     gate = 0.0
     for term in tl.static_range(num_terms):
@@ -125,9 +124,7 @@ def _count_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Count the pairs of each expert in one segment per program."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     start = tl.program_id(0) * SEGMENT
     counts = _count(expert_ids_ptr, start, tl.minimum(start + SEGMENT, num_pairs), num_experts, BINS, CHUNK)
     tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
@@ -151,9 +148,7 @@ def _plan_kernel(
 ):
     """List the pairs of one expert in one segment per program, after those before. The last expert is none."""
     expert, segment = tl.program_id(0), tl.program_id(1)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     bins = tl.arange(0, BINS)
     start = segment * SEGMENT
     if counts_ptr is None:

@@ -1,4 +1,7 @@
-"""Arithmetic that several kernels share: gated activations, soft caps, e4m3. Rounds where the specifications round."""
+"""What several kernels share: the wait for their inputs, gated activations, soft caps, e4m3.
+
+The arithmetic rounds where the specifications round.
+"""
 
 import math
 
@@ -13,6 +16,14 @@ LARGEST_TO_SCALE = tl.constexpr(TO_SCALE)
 SMALLEST_SCALE = tl.constexpr(TINY)
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Wait for what earlier kernels compute, and let the next kernel start: see `programmatic_launch.py`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
