@@ -66,8 +66,8 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
-    be used. Any call raises WorkerError, then and later, where a process of a tensor-parallel engine has ended.
-    With data_parallel_size, the other replicas go on when one has ended; WorkerError comes when the last one has.
+    be used. After a process of a tensor-parallel engine has ended, every call raises WorkerError. With
+    data_parallel_size the other replicas go on, and calls raise WorkerError only after the last one has ended.
     """
 
     @showing_options_of(EngineConfig)
@@ -234,10 +234,10 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
         """Complete one prompt or many, and yield what is new of each as its tokens come.
 
         The arguments are as in `generate`, and so are the errors, raised by this call. The requests are queued
-        when the first chunk is asked for. Other calls may run between two chunks. Whoever leaves the loop early has
-        what is unfinished aborted: the next step of any call frees it. With n > 1 the samples' chunks come side by
-        side, and `sample` says which one a chunk belongs to. Raises RequestError for prompt_logprobs too: chunks have
-        no place for them.
+        when the first chunk is asked for. Other calls may run between two chunks. Leaving the loop early aborts
+        unfinished requests: the next step of any call frees what they hold. With n > 1 the samples' chunks come side
+        by side, and `sample` says which one a chunk belongs to. Raises RequestError for prompt_logprobs too, since
+        chunks have no field for them.
         """
         requests = self.preparer.prepare(as_list_of_prompts(prompts), sampling_params, lora_request=lora_request)
         check_streamable([request.sampling_params for request in requests])
@@ -273,7 +273,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
             return self._response_reader.expect(self.queue.add_requests(requests, self._inbox)[0], tools)
 
     def step(self) -> list[RequestOutput]:
-        """Return the requests of `add_request` that have finished; where there are none yet, run one step first."""
+        """Return the outputs of `add_request`'s requests that have finished; if none has, run one step first."""
         if not self._inbox.outputs:
             self.queue.step()
         return self._response_reader.read_expected(self.queue.collect(self._inbox))
@@ -285,23 +285,23 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
     def abort(self, request_ids: int | Collection[int]) -> None:
         """Have the next step finish these requests as they are, with finish_reason "abort".
 
-        Ids that are not known, or finished, are passed over. Raises RequestError for what is no id.
+        Ids that are unknown or finished are ignored. Raises RequestError for a value that is not an id.
         """
         self.engine.act_later(Action.ABORT, as_request_ids(request_ids))
 
     def pause(self, request_ids: int | Collection[int]) -> None:
         """Have these requests compute nothing from the next step on, until they are resumed. Ids as in `abort`.
 
-        A paused request keeps its blocks of the KV cache while nobody needs them, and gives them up before any other
-        does; then they are computed again. Its tokens are those that it would have got. A token that is being computed
-        still comes. While all that is left is paused, `generate` and its like wait, and `step` waits 10 ms at most.
+        A paused request keeps its blocks of the KV cache until another needs them, and is the first to lose them; they
+        are then computed again. Its tokens do not change. A token that is being computed still comes. While only paused
+        requests are left, `generate` and similar calls wait, and `step` waits 10 ms at most.
         """
         self.engine.act_later(Action.PAUSE, as_request_ids(request_ids))
 
     def resume(self, request_ids: int | Collection[int]) -> None:
-        """Have paused requests go on with the next step. Ids as in `abort`; those that are not paused stay as they are.
+        """Have paused requests go on with the next step. Ids as in `abort`; requests that are not paused do not change.
 
-        One that has given its blocks up waits for its turn, which is that of its priority and arrival.
+        A request that has lost its blocks goes back into the queue, to the place of its priority and arrival.
         """
         self.engine.act_later(Action.RESUME, as_request_ids(request_ids))
 
@@ -312,8 +312,8 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
     def on_step(self, callback: StepCallback) -> Callable[[], None]:
         """Call `callback` with a StepEvent after each step, from now on; return a function that ends this.
 
-        It is called once the step's outputs are made, in the thread that runs the step, and delays the next one. What
-        it raises ends the call that ran the step. Raises RequestError for what cannot be called.
+        It is called once the step's outputs are made, in the thread that runs the step, and delays the next one. An
+        error in it ends the call that ran the step. Raises RequestError if `callback` cannot be called.
         """
         return self.engine.on_step(callback)
 
@@ -375,7 +375,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
         return RequestOutputs(outputs)
 
     def _stream(self, requests: list[PreparedRequest]) -> Iterator[StreamChunk]:
-        """Run these requests and yield their chunks; those that are left early are aborted by a later step."""
+        """Run these requests and yield their chunks; if the loop is left early, a later step aborts the rest."""
         inbox, with_part = Inbox(is_stream=True), self._response_reader.telling_parts(requests)
         try:
             self.queue.add_requests(requests, inbox)

@@ -135,7 +135,7 @@ class BlockManager:
         hit = Hit([], [])
         if self.enable_prefix_caching:
             hit.entries = self.pool.find_chain(seq)
-            # What one group leaves of it may be too long for another, so they are asked until none shortens it.
+            # A hit that one group has shortened may be too long for another, so ask until none shortens it.
             while self._trimming and any(group.trim(seq, hit) for group in self._trimming):
                 pass
             if self.state_group is None:
@@ -146,7 +146,7 @@ class BlockManager:
                 hit.num_later = self.pool.copies.num_found_later(parent, tokens, num_common)
             else:
                 if hit.source and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
-                    # Its own blocks may be all that there are, and then there is none to copy from.
+                    # The sequence may need all blocks itself, and then none can be held to copy from.
                     hit = Hit([], [])
                 hit.num_later = self.state_group.num_found_later(seq, hit)
         hit.pages = [group.needed_pages(hit.entries) for group in self.attention]
@@ -154,7 +154,7 @@ class BlockManager:
 
     def num_blocks_to_allocate(self, seq: Sequence, hit: Hit) -> int:
         """Return how many free blocks an admitted sequence takes: new ones, and cached ones that no sequence uses."""
-        # What only saves time is copied only if there is room left for the source.
+        # A copy that only saves time needs no block: `allocate` drops it if its source does not fit.
         num_blocks = self.pool.num_idle(hit.source.pages) if hit.source and hit.snapshot else 0
         for group in self.attention:
             num_blocks += group.cost(seq, hit)
@@ -181,9 +181,9 @@ class BlockManager:
         num_slots = seq.num_computed_tokens if self._windows else seq.num_tokens
         seq.num_slots = self.pool.num_blocks_for(num_slots) * self.block_size
 
-    def needing_block(self, seqs: Iterable[Sequence], num_tokens: int = 1) -> list[Sequence]:
-        """Return the sequences whose next tokens to compute, so many, lie past their blocks."""
-        return [seq for seq in seqs if seq.num_computed_tokens + num_tokens > seq.num_slots]
+    def needing_block(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Return the sequences whose next token to compute lies past their blocks."""
+        return [seq for seq in seqs if seq.num_computed_tokens >= seq.num_slots]
 
     def make_room(self, seqs: list[Sequence], num_tokens: int = 1) -> bool:
         """Take back what has left the windows of these sequences; return whether `extend` has blocks enough.

@@ -86,7 +86,7 @@ class BlockPool:
         return taken
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Let one user more have these pages."""
+        """Count one more user of each of these pages."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -94,7 +94,7 @@ class BlockPool:
             block.ref_count += 1
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Take pages back from a user, those first that are to be reused first."""
+        """Take pages back from a user, in the order in which they are to be reused."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed more often than it was given out"
@@ -179,13 +179,14 @@ class BlockPool:
         """Give an entry those of these columns that it lacks. Later steps can copy it if it has all."""
         if None in entry.columns:
             for group, column in enumerate(columns):
-                if column and entry.columns[group] is None:
-                    for block_id in column:
-                        block = self.blocks[block_id]
-                        if block.entry is not None:
-                            self._detach(block.entry, group)
-                        block.entry = entry
-                    self.retain((entry.serial,))
+                if not column or entry.columns[group] is not None:
+                    continue
+                for block_id in column:
+                    block = self.blocks[block_id]
+                    if block.entry is not None:
+                        self._detach(block.entry, group)
+                    block.entry = entry
+                self.retain((entry.serial,))
             entry.columns = tuple([own or new for own, new in zip(entry.columns, columns, strict=True)])
         if None not in entry.columns:
             self.copies.add(entry)
@@ -208,14 +209,14 @@ class BlockPool:
             self.release((entry.parent,))
 
     def retain(self, serials: Iterable[Parent]) -> None:
-        """Note that something more hangs on each of these entries."""
+        """Count one more use of each of these entries."""
         if self.counts_uses:
             for serial in serials:
                 if serial in self._entries:
                     self._entries[serial].num_uses += 1
 
     def release(self, serials: Iterable[Parent]) -> None:
-        """Note that something less hangs on each of these entries. One on which nothing is left is removed."""
+        """Count one use less of each of these entries, and remove those that have none left."""
         if self.counts_uses:
             left = [*serials]
             while left:
@@ -247,7 +248,7 @@ class BlockPool:
                 return
 
     def _detach(self, entry: CacheEntry, group: int) -> None:
-        """Take a group's column from its entry, which can be found without it, and not be copied."""
+        """Take a group's column from its entry. The entry can still be found, but not copied."""
         self.copies.remove(entry)
         self._disown(entry.columns[group])
         entry.columns = (*entry.columns[:group], None, *entry.columns[group + 1 :])

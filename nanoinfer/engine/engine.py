@@ -1,7 +1,7 @@
 """What all engines have in common: the LLMEngine of this process, and the ReplicatedEngine of several.
 
 Calls reserve ids and add requests. Users abort, pause and resume these at any moment. Functions of `LLM.on_step` are
-called with the event of each step. A subclass adds who computes the steps.
+called with the event of each step. Subclasses compute the steps.
 """
 
 import threading
@@ -34,7 +34,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipient:
-    """Says where steps put the outputs of requests that were added together, and what is new of their streams."""
+    """Says where steps put the outputs and the stream chunks of requests that were added together."""
 
     outputs: list[Any]
     chunks: deque[StreamChunk] | None = None  # None if they are not streamed
@@ -43,10 +43,10 @@ class Recipient:
 
 
 class ReservedIds:
-    """Gives requests their ids: a call reserves ids when it begins, and queues as its prompts are prepared.
+    """Gives requests their ids: a call reserves them when it begins, and queues requests as prompts are prepared.
 
-    Requests that are not queued yet count as unfinished. What is asked of them meanwhile, such as an abort, is
-    remembered until they are queued.
+    Requests that are not queued yet count as unfinished. Actions on them, such as an abort, are remembered until they
+    are queued.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class ReservedIds:
 
 
 class EventSource(Protocol):
-    """Has the events of steps, and what happened to requests since: a StepEventListener, or ReplicaEvents."""
+    """Makes the events of steps, and of changes to requests between them: a StepEventListener, or ReplicaEvents."""
 
     def stepped(self) -> Iterable[StepEvent]:
         """Return the events that are complete now that the engine has run a step."""
@@ -116,7 +116,7 @@ class Engine(ABC):
         self.guard = StepGuard()
         self.reserved_ids = ReservedIds()
         self._requests: dict[int, Any] = {}  # by id, until they are handed over
-        self._pending_actions: deque[tuple[Action, int]] = deque()  # what the next step is to do to which requests
+        self._pending_actions: deque[tuple[Action, int]] = deque()  # of the next step, with request ids
         self.events: Any = SILENT  # an EventSource while there are callbacks
         self._callbacks: list[StepCallback] = []
         self._registration = threading.RLock()  # held while a callback comes or goes; a finalizer may end one meanwhile
@@ -124,7 +124,7 @@ class Engine(ABC):
     # -------- Requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
-        """Queue a request under a reserved id, on which its draws depend; one with an error ends with it at once."""
+        """Queue a request under a reserved id, which seeds its draws; a request with an error ends at once."""
         if prepared.error is None:
             self._requests[request_id] = self._queue(request_id, prepared, to)
         else:
@@ -157,7 +157,7 @@ class Engine(ABC):
                 self._pending_actions.append((action, request_id))
 
     def _take_actions(self) -> Iterator[tuple[Action, int]]:
-        """Yield what was asked for by `act_later` of requests that are unfinished, in its order."""
+        """Yield the actions of `act_later` on requests that are still unfinished, in order."""
         while self._pending_actions:
             action, request_id = self._pending_actions.popleft()
             if request_id in self._requests:
@@ -190,13 +190,13 @@ class Engine(ABC):
         """Compute, and hand over what has finished."""
 
     def settle(self) -> int:
-        """End the steps under way and what was aborted, and begin none; return how many requests are unfinished."""
+        """Collect the steps in flight and apply actions, but launch none; return how many requests are unfinished."""
         self._run(self._settle)
         return self.num_unfinished()
 
     @abstractmethod
     def _settle(self) -> None:
-        """End the steps under way and what was aborted, and hand it over."""
+        """Collect the steps in flight, apply actions, and hand over what has finished."""
 
     def _run(self, method: Callable[[], None]) -> None:
         """Call a method within the guard, and the functions of `on_step` after it."""
@@ -209,7 +209,7 @@ class Engine(ABC):
     def on_step(self, callback: StepCallback) -> Callable[[], None]:
         """Call a function with the StepEvent of each step, from now on; return a function that ends this.
 
-        Raises RequestError for what cannot be called.
+        Raises RequestError if it cannot be called.
         """
         if not callable(callback):
             raise RequestError(f"callback={callback!r} cannot be called; give a function of a StepEvent")
@@ -229,7 +229,7 @@ class Engine(ABC):
         return end
 
     def _listen(self) -> None:  # noqa: B027 (an engine may look at the callbacks itself)
-        """Have events come while there are callbacks, and no longer."""
+        """Start making events with the first callback, and stop after the last one."""
 
     # -------- The whole engine ----------------------------------------------------------------------------------------
 
@@ -247,4 +247,4 @@ class Engine(ABC):
 
     @abstractmethod
     def check_open(self, is_for_steps: bool = True) -> object:
-        """Raise what has closed the engine, or EngineClosedError; EngineStateError where it cannot run steps."""
+        """Raise the error that closed the engine, or EngineClosedError; EngineStateError if it cannot run steps."""

@@ -45,9 +45,9 @@ class LLMEngine(Engine):
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
     runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
-    own, which end a completion. constraints: makes the token masks of steps; it has compiled what requests ask for.
-    new_listener: makes what is told of the steps while functions of `on_step` want events: an EventSource.
-    new_scheduler: the class of the scheduler, or what makes one by the same arguments.
+    own, which end a completion. constraints: makes the token masks of steps, for grammars that it has compiled.
+    new_listener: makes the listener, an EventSource, that makes events of steps while functions of `on_step` want them.
+    new_scheduler: the class of the scheduler, or a function that takes the same arguments.
     """
 
     block_manager_class: Callable[..., BlockManager] = BlockManager
@@ -92,11 +92,11 @@ class LLMEngine(Engine):
         self._launches_early = config.overlap and limits.computes_beside_host
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
-        self._finished: deque[Sequence] = deque()  # what their users get is still to be made
+        self._finished: deque[Sequence] = deque()  # their outputs are still to be made
         self._last_collected = 0.0  # perf_counter
         self._num_sequences = 0
         self._requests: dict[int, Request] = {}
-        self._watched: dict[int, Completion] = {}  # by seq_id: to be looked at whenever they have got a token
+        self._watched: dict[int, Completion] = {}  # by seq_id: looked at after each of their tokens
 
     def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
         """Have the scheduler queue the samples of a request."""
@@ -119,7 +119,7 @@ class LLMEngine(Engine):
             seq.constraint = prepared.constraint.start(prepared.token_ids) if prepared.constraint else None
             self._num_sequences += 1
             request.completions.append(Completion(seq, self.tokenizer, to, new_logprobs()))
-        first = request.completions[0].seq  # it brings what is wanted of the prompt
+        first = request.completions[0].seq  # it alone returns what is wanted of the prompt
         first.hidden_states_request, first.prompt_logprobs_start = states, prepared.first_prompt_logprob
         for completion in request.completions:
             self.scheduler.add(completion.seq)
@@ -191,7 +191,7 @@ class LLMEngine(Engine):
         return not (self._callbacks or self.scheduler.paused)
 
     def free_all_blocks(self) -> bool:
-        """Empty all rows, blocks and the prefix cache for another's step; False while requests run that keep theirs."""
+        """Free all rows, blocks and the prefix cache for a step of others; return False while requests need theirs."""
         if not self.scheduler.whole_prompts:  # an encoder's requests hold none between steps
             if not self.scheduler.is_finished():
                 return False
@@ -223,7 +223,7 @@ class LLMEngine(Engine):
             self.runner = None
 
     def check_open(self, is_for_steps: bool = True) -> Runner:
-        """Return the runner. Raises what has closed the engine, or EngineClosedError; EngineStateError if it sleeps."""
+        """Return the runner. Raises the error that closed the engine, or EngineClosedError; or EngineStateError."""
         if self.runner is None or self.runner.closed:
             raise closed_error(self.runner.failure if self.runner else None)
         if is_for_steps and self.runner.unready_reason:
@@ -231,7 +231,7 @@ class LLMEngine(Engine):
         return self.runner
 
     def _launch(self) -> bool:
-        """Schedule a step and start it; False when there is nothing to do before the one in flight is collected."""
+        """Schedule a step and start it; return False if there is nothing to do until the one in flight is collected."""
         runner = self.check_open()
         started = time.perf_counter()
         batch = self.scheduler.schedule(bool(self._in_flight), self.proposer)

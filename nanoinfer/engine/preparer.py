@@ -33,7 +33,7 @@ from nanoinfer.text.prompts import ImageReader, PreparedRequest, PromptProcessor
 PORTION_SIZE = 256  # requests: they take about as long to prepare as a step takes
 
 Prepare = Callable[[Sequence[int], Errors], list[PreparedRequest]]
-AdaptersOf = Callable[[Any, int], Sequence[Any]]  # given what a call has as lora_request, and how many prompts
+AdaptersOf = Callable[[Any, int], Sequence[Any]]  # from the lora_request of a call, and its number of prompts
 
 
 class Portions:
@@ -95,7 +95,7 @@ class Portions:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over = True  # what the thread prepares is wanted no more
+        self._is_over = True  # nobody wants what the thread still prepares
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -131,9 +131,8 @@ def add_adapters(requests: Mapping[int, PreparedRequest], adapters: Sequence[Any
 class ImagePortions(Portions):
     """Holds the requests of one call with images. Threads prepare them ahead of need, in order.
 
-    As many are ahead as host memory is meant to hold; where the engine waits for one, it is prepared all the same.
-    prepare: is called with one index at a time, by several threads. reader: processes the images. A portion is what is
-    ready.
+    As many are prepared ahead as host memory may hold, but always one that the engine waits for. A portion is what is
+    ready. prepare: is called with one index at a time, by several threads. reader: processes the images.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The way to the engine: `LLM`, asyncio and batch jobs add requests, run steps and collect outputs.
 
-What a caller does, `RequestQueue.complete` for one:
+A caller, such as `RequestQueue.complete`, does this:
 
     inbox = Inbox()
     queue.add_requests(preparer.prepare(["Hello"]), inbox)
@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says 
 
 
 class Inbox:
-    """Holds what has come of one caller's requests: outputs in the order in which they finished, and a stream's chunks.
+    """Holds what one caller's requests have returned: outputs in the order in which they finished, or stream chunks.
 
     In vLLM, a RequestOutputCollector. is_stream: whether chunks are wanted.
     """
@@ -55,8 +55,8 @@ class Inbox:
 class RequestQueue:
     """Takes requests and runs them in steps. A step serves the requests of all callers, whichever thread runs it.
 
-    Any thread may call any method. steps: run the requests in the place of the engine's own. lock: held for each step,
-    and while requests are added or dropped; whoever holds it keeps steps waiting. All queues of an engine share one.
+    Any thread may call any method. steps: runs the requests instead of the engine. lock: held for each step, and while
+    requests are added or dropped; whoever holds it keeps steps waiting. All queues of an engine share one.
     """
 
     def __init__(self, engine: Engine, steps: Steps | None = None, lock: "threading.RLock | None" = None) -> None:
@@ -77,6 +77,7 @@ class RequestQueue:
         call fails, nothing of it is left behind.
         """
         inbox, ids, num_reported = Inbox(), range(0), 0
+        tell = on_finish or (lambda _: None)
         try:
             with self.lock, postponed_interrupt():  # ids that are reserved must be released
                 ids = self.engine.reserved_ids.reserve(portions.num_requests)
@@ -91,8 +92,7 @@ class RequestQueue:
                     show(len(inbox.outputs))
                     for output in inbox.outputs[num_reported:]:
                         num_reported += 1
-                        if on_finish is not None:
-                            on_finish(output)
+                        tell(output)
         finally:
             self.engine.reserved_ids.release(ids)
             self.drop(inbox)
@@ -122,7 +122,7 @@ class RequestQueue:
         return [*ids]
 
     def step(self) -> None:
-        """Run one step, or let another thread run its own. What finishes is in the inboxes then."""
+        """Run one step, or let another thread run its own. Afterwards the outputs that finished are in the inboxes."""
         self._wait_while_paused()
         with postponed_interrupt():  # also of the lock, which has to be released
             if self.lock.acquire(timeout=TURN_SECONDS):
@@ -132,7 +132,7 @@ class RequestQueue:
                     self.lock.release()
 
     def collect(self, inbox: Inbox) -> list[RequestOutput]:
-        """Take the outputs out of an inbox that is to have others."""
+        """Take the outputs out of an inbox to which others will come."""
         self.engine.guard.check()
         with self.lock:
             outputs = inbox.outputs.copy()

@@ -1,4 +1,4 @@
-"""What the row of a sequence is told beside its seed and temperature.
+"""Tells the row of a sequence what its request asks for, beside seed and temperature.
 
 Each option is declared once, as a `RowOption`: at its field of SamplingParams, or as that of hidden states. The packet
 that gives a sequence its row carries the values of the options that ask for something. The hosts of all ranks read them

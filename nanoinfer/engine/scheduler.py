@@ -1,4 +1,4 @@
-"""Chooses what runs next, by sequence lengths: no model and no device. Only `update` looks at tokens: some end one.
+"""Chooses what runs next, by the lengths of sequences alone. Only `update` looks at tokens, as some end a sequence.
 
 A step is either prefill (prompts are computed, whole or in chunks) or decode (every running sequence gets one token).
 Prefill goes first, so that the decode batch is as full as it can be. A sequence is
@@ -91,9 +91,9 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
-        self._ending: list[Sequence] = []  # their last step is scheduled: `schedule` may give their rows on
+        self._ending: list[Sequence] = []  # with their last step scheduled: others may get their rows
         self._has_proposals = False  # whether rows of the last decode step may have several tokens
-        self._awaits_prefix = False  # whether the last admission passed prompts over, which are next
+        self._awaits_prefix = False  # whether the last admission passed prompts over; they are next
         self._blocked_head: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
     @property
@@ -119,8 +119,8 @@ class Scheduler:
     def schedule(self, in_flight: bool = False, proposer: Proposer | None = None) -> ScheduledBatch:
         """Choose the next step and advance its sequences by it.
 
-        in_flight: whether a scheduled step has not been given to `update` yet. proposer: what may follow in decode
-        rows. The batch is empty when there is nothing to do, or nothing until that step is collected: blocks are taken
+        in_flight: whether a scheduled step has not been given to `update` yet. proposer: proposes tokens to decode
+        rows. The batch is empty if there is nothing to do, or nothing until that step is collected: blocks are taken
         from a sequence only when its tokens are known.
         """
         self.block_manager.start_step()
@@ -280,7 +280,7 @@ class Scheduler:
                 continue  # without a row, it was preempted for one before it
             if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
                 return batch, True
-            if seq.row is not None:  # else it was preempted itself
+            if seq.row is not None:  # None: it was preempted itself
                 budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
             return batch, False

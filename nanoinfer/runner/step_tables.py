@@ -28,7 +28,7 @@ PADDING_ROW = -1  # indexes the last row, a spare one whose context stays empty
 class StepTables:
     """Holds tables of `max_num_seqs` rows, and a spare row after them. Every rank has them all, with equal contents.
 
-    token_ids: (rows, max_model_len + 1) int32. After a row's known tokens there may be others that somebody proposes.
+    token_ids: (rows, max_model_len + 1) int32. After a row's known tokens there may be proposals.
     context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
     block_tables: (num_tables * rows, max_blocks) int32, which blocks of `kv_cache` a row has: the first tables of all
     rows, then the second ones.
@@ -103,7 +103,7 @@ class StepTables:
         )
 
     def decode_step(self, batch: DecodeBatch) -> ForwardStep:
-        """Return the step that computes the newest token of each row, and maybe some that follow it in `token_ids`."""
+        """Return the step that computes the newest token of each row, and the proposals after it, if there are any."""
         rows, shared_prefixes, num_tokens, num_row_tokens, _ = batch
         lines = PackedLines.of(batch)
         metadata: list[DecodeMetadata] = []

@@ -43,7 +43,7 @@ class QueuedPrompts:
 
     def num_beginning_with(self, prefix: "array[int]") -> int:
         """Return how many texts begin with these tokens, and go on."""
-        first, end = self._range_of(prefix, 0, len(self))
+        first, end = self._range_of(prefix)
         return end - first
 
     def partings(self, text: "array[int]", above: int) -> list[Parting]:
@@ -59,15 +59,15 @@ class QueuedPrompts:
             length = max((_num_shared(text, other) for other in neighbours), default=0)
             if length <= above:
                 break
-            first, end = self._range_of(text[:length], 0, len(texts))
+            first, end = self._range_of(text[:length])
             found.append(Parting(length, end - first))
         return found
 
-    def _range_of(self, prefix: "array[int]", first: int, end: int) -> tuple[int, int]:
-        """Return where the texts begin and end that begin with these tokens."""
+    def _range_of(self, prefix: "array[int]") -> tuple[int, int]:
+        """Return the places of the first text that begins with these tokens, and of the first one after these texts."""
         texts, length = self._sorted(), len(prefix)
-        first = bisect_left(texts, prefix, first, end)
-        return first, bisect_right(texts, prefix, first, end, key=lambda text: text[:length])
+        first = bisect_left(texts, prefix)
+        return first, bisect_right(texts, prefix, first, key=lambda text: text[:length])
 
     def _sorted(self) -> "list[array[int]]":
         if len(self._new) * SORTED_SHARE < len(self._texts):
