@@ -120,7 +120,7 @@ class AsyncCalls:
 
     @contextmanager
     def _served(self, call: AsyncCall) -> Iterator[None]:
-        """Have the thread serve a call in this scope; what is unfinished at the end of it is aborted."""
+        """Have the thread serve a call within the scope; unfinished requests are aborted at its end."""
         self._queue.engine.guard.check()  # a step would wait for the thread, and the thread for that step
         with self._lock:
             if not self._is_running:
@@ -160,7 +160,7 @@ class AsyncCalls:
             calls = [call for call in calls if not call.is_done]
 
     def _begin(self, call: AsyncCall) -> None:
-        """Prepare and queue the requests of a call; what is wrong with them is the call's error alone."""
+        """Prepare and queue the requests of a call; their errors are raised by this call alone."""
         try:
             if not call.inbox.is_abandoned:
                 self._queue.add_requests(call.prepare(), call.inbox)

@@ -26,7 +26,7 @@ def option_string(name: str) -> str:
 
 
 class Layout(argparse.RawDescriptionHelpFormatter):
-    """Puts what a command does beside its name, for which argparse leaves two columns too few."""
+    """Puts the help of a command beside its name; argparse leaves two columns too few for that."""
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
@@ -35,13 +35,13 @@ class Layout(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the list of all options, and which option was probably meant."""
+    """Reports a wrong argument in one line, without the list of all options, and names what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown options here, in the command that was given, and before what is missing is asked for."""
+        """Refuse unknown options in the command that was given, before argparse asks for missing ones."""
         given = sys.argv[1:] if args is None else [*args]
         options = [word.partition("=")[0] for word in takewhile("--".__ne__, given) if re.match(r"--[^ ]+$", word)]
         known = self._option_string_actions
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, when: str) -> None:
-    """Add the commonest sampling options; what is not given stays out of the result."""
+    """Add the commonest sampling options; options that are not given stay out of the result."""
     limit = f"{when}; none is up to the model's limit"
     parser.add_argument("--max-tokens", type=number_or_none, default=argparse.SUPPRESS, metavar="N", help=limit)
     for name, kind in SAMPLING_OPTIONS.items():
@@ -110,7 +110,7 @@ def given_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
 
 
 def a_text(given: str) -> str:
-    """Return an argument as UTF-8, as which a locale such as C does not read it."""
+    """Return an argument decoded as UTF-8; a locale such as C decodes it otherwise."""
     try:
         given.encode()
         return given

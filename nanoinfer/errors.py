@@ -70,7 +70,7 @@ class WorkerError(NanoinferError, RuntimeError):
 
 
 def closed_by(error: BaseException) -> NanoinferError:
-    """Return what calls raise after this error has closed the engine. It has no traceback, which would hold memory."""
+    """Return the error of calls after this one has closed the engine, without the traceback, which holds memory."""
     if isinstance(error, WorkerError):
         return WorkerError(*error.args)
     return EngineClosedError(f"this engine was closed by {error!r}; make a new LLM")
@@ -109,7 +109,7 @@ def check_names(owner: str, options: Mapping[str, Any], known: Collection[str], 
 
 
 def says_what_is_so(foreign: str | Foreign | None, value: Any) -> bool:
-    """Return whether an option asks for nothing, or for what is so anyway."""
+    """Return whether an option asks for nothing, or for what happens in any case."""
     if value is None or isinstance(foreign, str):  # what has a name of ours is to be given by that
         return value is None
     if isinstance(value, (str, list, tuple, dict)) and not value:
@@ -158,7 +158,7 @@ def checking_names(
 
 
 def find_similar(name: str, known: Collection[str]) -> str | None:
-    """Return the one of `known` that is spelt almost like `name`, or has all of its words; None if there is none."""
+    """Return the known name that is spelt almost like `name`, or has all of its words; None if there is none."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     words = set(name.split("_"))
     return next(iter([*close, *(item for item in known if words <= set(item.split("_")))]), None)

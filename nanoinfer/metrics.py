@@ -1,4 +1,4 @@
-"""What an engine says of its work: its counts, and what each step did."""
+"""Describes the work of an engine: its counts, and an event for each step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -73,7 +73,7 @@ class EngineMetrics:
 
 
 def sum_by_place(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the sums of the first counts, of the second ones, and so on, where there are such."""
+    """Return the sums of the first counts, of the second ones, and so on; some may have fewer than others."""
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 

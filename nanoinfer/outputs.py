@@ -1,4 +1,4 @@
-"""What a request hands back to its user, and how that looks in a console and in a notebook."""
+"""Holds what a request returns, and shows it in a console and in a notebook."""
 
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How one request is to be sampled: chosen by the user, validated once, never changed."""
+"""Says how one request is sampled: chosen by the user, validated once, never changed."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -149,7 +149,7 @@ LINE_NAMES: Foreigners = {
 
 
 def with_vllm_names(cls: Class) -> Class:
-    """Let the methods of a class, those of its bases too, refuse a misspelt option with a hint, and take vLLM's."""
+    """Have all methods of a class, inherited ones too, take vLLM's names of options, and hint at misspelt ones."""
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)  # neither static methods nor those of the class
         if not name.startswith("_") and inspect.isfunction(method):

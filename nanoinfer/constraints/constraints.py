@@ -74,7 +74,7 @@ class Constraints:
         return any(map(_asks_for_masks, {id(one): one for one in params}.values()))
 
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
-        """Give requests their constraints; add what is wrong with a constraint to `errors`, by index."""
+        """Give requests their constraints; add the error of a wrong constraint to `errors`, by index."""
         params = {index: one.sampling_params for index, one in requests.items() if index not in errors}
         plans = self._compile([*params.values()], use_tqdm)
         for index, plan in results_by_prompt(plans, params, errors).items():
@@ -150,7 +150,7 @@ class Constraints:
     def _compile(
         self, params: Sequence[SamplingParams], use_tqdm: bool
     ) -> dict[int, "RequestConstraint | RequestError"]:
-        """Return the constraint of each of these that asks for one, or what is wrong with it, by id."""
+        """Return the constraint of each of these that asks for one, or its error, by id."""
         asking = {id(one): one for one in params if _asks(one)}
         if not asking:
             return {}
@@ -188,7 +188,7 @@ class Constraints:
             self._grammars.library.fill([(matcher, row) for _, matcher, row in matchers], masks)
 
     def plan(self, params: SamplingParams, grammar: Grammar | None, token_set: TokenSet | None) -> RequestConstraint:
-        """Return the constraint of a request, given what is compiled of it. Raises RequestError for what is wrong."""
+        """Return the constraint of a request, given its compiled parts. Raises RequestError for a wrong one."""
         own = frozenset(token_id for token_id in params.stop_token_ids or () if token_id < self._vocab_size)
         if grammar is not None and (own or token_set is not None):
             first_mask = grammar.first_mask.copy() if token_set is None else grammar.first_mask & token_set.always

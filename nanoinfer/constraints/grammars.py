@@ -98,7 +98,7 @@ class GrammarLibrary:
         self._special_tokens = {text: i for text, i in added.items() if self._tokenizer.is_special_token(i)}
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
-        """Return the grammar of what is wanted. Raises RequestError where that is wrong, or not supported."""
+        """Return the grammar of a form. Raises RequestError if the form is wrong or not supported."""
         try:
             source = self._to_source(wanted)
             limits = self._limits(sum(map(len, wanted.choice or [str(wanted.json or "")])))
@@ -132,7 +132,7 @@ class GrammarLibrary:
             token_sets.remove(bits, self._tokenizer.eos_tokens, [row for _, row in matchers])
 
     def _limits(self, num_characters: int) -> Any:
-        """Return what the library may spend. num_characters: of choices or of a schema, which may list many."""
+        """Return the limits of the library. num_characters: of choices or of a schema, which may list many."""
         return self._llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS,
             step_max_items=MAX_STEP_ITEMS,
@@ -227,7 +227,7 @@ def is_refusal(message: str) -> bool:
 
 
 def explain(message: str) -> str:
-    """Return what llguidance says is wrong, without what only its authors understand."""
+    """Return the error of llguidance, without the parts that only its authors understand."""
     if is_dead_end(message):
         return "no text follows it"
     if "u16::MAX" in message:

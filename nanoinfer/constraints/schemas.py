@@ -1,4 +1,4 @@
-"""JSON schemas as dicts: what the grammar engine does not do with them itself."""
+"""Rewrites JSON schemas, as dicts, where the grammar engine does not support them as they are."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -72,7 +72,7 @@ class _Closer:
         return {**rest, "allOf": [*_list(schema, "allOf"), _resolve(self._root, schema["$ref"])]}
 
     def _names(self, schema: Any) -> Names:
-        """Return what all schemas list that describe the same object as this one."""
+        """Return the names that schemas of the same object as this one list, by keyword."""
         return _union(*map(_own_names, _together(self._root, schema, TOGETHER)))
 
 

@@ -200,7 +200,7 @@ class BlockManager:
         return sum(group.num_missing(*end) for end in ends for group in self.attention) <= self.num_free_blocks
 
     def extend(self, batch: ScheduledBatch, seqs: list[Sequence], num_tokens: int = 1) -> None:
-        """Give each sequence the blocks of its next tokens to compute, and tell the batch of them."""
+        """Give each sequence the blocks of the tokens that it computes next, and tell the batch of them."""
         for seq in seqs:
             end = seq.num_computed_tokens + num_tokens
             if end > seq.num_slots or self._windows:
@@ -260,7 +260,7 @@ class BlockManager:
             self.cache_blocks(seq, num_computed, ends=True)
 
     def evict_failed(self, seq: Sequence, start: int = 0) -> None:
-        """Remove what a failed step was to compute of a sequence from token `start` on, or has computed as NaN."""
+        """Evict what a failed step was to compute of a sequence from token `start` on, or has computed as NaN."""
         if self.state_group is not None:
             # States of the failed step may be kept by now, and others that began with them.
             self.reset_prefix_cache()

@@ -25,7 +25,7 @@ StepCallback = Callable[[StepEvent], object]
 
 
 class Action(Enum):
-    """Names what can be asked of a request at any moment. The next step does it, as `Scheduler` says."""
+    """Names what users can ask of a request at any moment. The next step does it, as `Scheduler` says."""
 
     ABORT = auto()
     PAUSE = auto()
@@ -57,7 +57,7 @@ class ReservedIds:
         return len(self._deferred)
 
     def reserve(self, count: int) -> range:
-        """Return the ids of so many new requests, which follow each other."""
+        """Return so many new ids in a row."""
         first, self._next = self._next, self._next + count
         ids = range(first, self._next)
         for request_id in ids:
@@ -70,7 +70,7 @@ class ReservedIds:
             self._deferred.pop(request_id, None)
 
     def take(self, request_id: int) -> list[Action]:
-        """Take out the id of a request that is queued, or has ended; return what was asked of it before."""
+        """Take out the id of a request that is queued or has ended; return the actions on it that were deferred."""
         return self._deferred.pop(request_id, [])
 
     def defer(self, action: Action, request_id: int) -> bool:
@@ -96,7 +96,7 @@ class EventSource(Protocol):
 
 
 class Steps(Protocol):
-    """Takes requests and runs them in steps: an Engine, or something else that uses its runner."""
+    """Takes requests and runs them in steps: an Engine, or PoolingSteps, which use its runner."""
 
     def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None: ...
 
@@ -139,7 +139,7 @@ class Engine(ABC):
     def _refuse(
         self, request_id: int, prepared: PreparedRequest, to: Recipient, ended_samples: Collection[int] = ()
     ) -> None:
-        """End a request with its error, and its stream. ended_samples: those whose last chunk has come before."""
+        """End a request and its stream with its error. ended_samples: samples whose last chunk has been sent."""
         if to.chunks is not None:
             for sample in range(prepared.sampling_params.n):
                 if sample not in ended_samples:
@@ -173,7 +173,7 @@ class Engine(ABC):
 
     @abstractmethod
     def num_only_paused(self) -> int:
-        """Return how many requests are paused, if none but these are left; else 0."""
+        """Return how many requests are paused if only paused ones are left; else 0."""
 
     @abstractmethod
     def abort(self, request_ids: Collection[int]) -> None:

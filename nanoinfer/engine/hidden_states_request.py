@@ -1,4 +1,4 @@
-"""What requests want of the hidden states of their prompts: pooled to an embedding or scores, or as they are."""
+"""Says which hidden states of prompts requests want: pooled to an embedding or scores, or as they are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

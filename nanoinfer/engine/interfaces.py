@@ -1,4 +1,4 @@
-"""What the parts of an engine know of each other: protocols of what engines use, and the Listener."""
+"""Types what the parts of an engine know of each other: protocols, and the Listener."""
 
 import collections.abc as abc
 from dataclasses import dataclass
@@ -29,21 +29,21 @@ class Weights(Protocol):
 
 
 class ConstraintManager(Protocol):
-    """Compiles what limits the tokens of requests, and makes the masks of steps."""
+    """Compiles the constraints of requests, and makes the masks of steps."""
 
     def compile(self, params: abc.Sequence[SamplingParams]) -> object:
-        """Compile what these ask for, and keep it. Raises RequestError where that cannot be done."""
+        """Compile the constraints that these ask for, and keep them. Raises RequestError if one cannot be compiled."""
 
     def is_asked(self, params: abc.Sequence[SamplingParams]) -> bool:
         """Return whether any of these ask for something that `compile` or `add_constraints` makes."""
 
     def takes_time(self, params: abc.Sequence[SamplingParams]) -> bool:
-        """Return whether that takes time for any of these, and should be done for all of them at once."""
+        """Return whether compiling takes time for any of these, and should be done for all of them at once."""
 
     def add_constraints(
         self, requests: abc.Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False
     ) -> None:
-        """Give requests, by index, their constraints; add what is wrong with a constraint to `errors`."""
+        """Give requests, by index, their constraints; add the error of a wrong constraint to `errors`."""
 
     def masks(
         self,

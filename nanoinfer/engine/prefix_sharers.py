@@ -44,7 +44,7 @@ class PrefixSharers(NamedTuple):
 
 
 def split_sharers(prefix_sharers: list[PrefixSharers], max_rows: int) -> list[PrefixSharers]:
-    """Return sharers of at most so many rows each; a row that is left over shares with none."""
+    """Return sharers of at most so many rows each; a single row that is left over shares with none."""
     if max_rows < 2:
         return []
     return [
@@ -159,7 +159,7 @@ def _split_family(family: list[Sequence]) -> list[list[Sequence]]:
 
 
 def _num_common_blocks(one: Sequence, other: Sequence) -> int:
-    """Return at which index two block tables differ first; they do, for the last block of each is its own."""
+    """Return the first index at which two block tables differ. They do differ, as each one's last block is its own."""
     return indexOf(map(ne, one.block_table, other.block_table), True)
 
 

@@ -192,7 +192,7 @@ class ImagePortions(Portions):
             self._ahead.append(self._threads.submit(self._prepare_one, self._waiting.popleft()))
 
     def _prepare_one(self, index: int) -> PreparedRequest:
-        """Prepare one request. Raises RequestError where it cannot be served, unless that is to be returned."""
+        """Prepare one request. Raises RequestError if it cannot be served, unless errors are to be returned."""
         errors: Errors = {}
         [request] = self._prepare([index], errors)
         if self._on_error != "return":
@@ -322,10 +322,10 @@ class Preparer:
         return self.adapters_of(lora_request, count)
 
     def close(self) -> None:
-        """Let go of what images take: threads, and memory of the host."""
+        """Free what images take: threads, and memory of the host."""
         if self.prompt_processor.image_reader is not None:
             self.prompt_processor.image_reader.close()
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
-        """Compile what these ask for, so that `prepare` finds it. Raises RequestError where that cannot be done."""
+        """Compile the grammars of these, for `prepare` to find. Raises RequestError if one cannot be compiled."""
         self._constraints.compile(params)

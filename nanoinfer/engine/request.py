@@ -115,7 +115,7 @@ class Completion:
         return self.seq.token_ids[self.seq.num_prompt_tokens + self.num_read :].tolist()
 
     def _stream(self, token_ids: list[int], finish_reason: str | None) -> None:
-        """Count these tokens as read, and hand what is new to the stream, if there is one."""
+        """Count these tokens as read, and send them to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
         if self.to.chunks is not None:
             seq, text = self.seq, self.text().take()

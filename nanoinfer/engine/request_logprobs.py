@@ -1,4 +1,4 @@
-"""The log-probabilities of a request's prompt and completions, as its user gets them."""
+"""Makes the log-probabilities of a request's prompt and completions, as its user gets them."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     @classmethod
     def of(cls, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> "PromptLogprobs | None":
-        """Return an empty one for a request; None where it wants no log-probabilities of its prompt."""
+        """Return an empty one for a request; None if it wants no log-probabilities of its prompt."""
         params, token_ids = prepared.sampling_params, prepared.token_ids
         if params.prompt_logprobs is None:
             return None
@@ -51,7 +51,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         return cls(len(token_ids), params.prompt_logprobs, new_texts, params.flat_logprobs)
 
     def fill(self, start: int, ranks: NDArray[Any], token_ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
-        """Enter what is known of the positions from `start` on; there may be more of the likeliest than are wanted."""
+        """Enter the log-probabilities of positions from `start` on; more of the likeliest may come than are wanted."""
         end, width = start + len(ranks), self.token_ids.shape[1]
         self.ranks[start:end] = ranks
         self.token_ids[start:end] = token_ids[:, :width]
@@ -106,7 +106,7 @@ def logprobs_of_tokens(logprobs: list[TokenLogprobs] | FlatLogprobs, token_ids: 
 
 
 def end_text(logprobs: list[TokenLogprobs] | FlatLogprobs, texts: TokenTexts | None) -> None:
-    """Give the last token of a completion that has ended the half character that its text may end with."""
+    """Add the half character that a finished completion may end with to the text of its last token."""
     if not logprobs or texts is None:
         return
     if isinstance(logprobs, FlatLogprobs):

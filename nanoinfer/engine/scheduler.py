@@ -186,7 +186,7 @@ class Scheduler:
         return [seq for seq, _ in reasons]
 
     def discard(self, batches: list[ScheduledBatch]) -> None:
-        """Undo steps that failed: their sequences go back to the queue, and what they were to cache is forgotten."""
+        """Undo steps that failed: their sequences go back to the queue, and their cache entries are evicted."""
         chunks = [chunk for batch in batches for chunk in batch.prefill]
         manager = self.block_manager
         if manager.state_group or not all(manager.holds(chunk.seq) for chunk in chunks):

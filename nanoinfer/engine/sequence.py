@@ -1,4 +1,4 @@
-"""The tokens of one sample of a request, and how far the engine has come with them."""
+"""Holds the tokens of one sample of a request, and how far the engine has come with them."""
 
 import struct
 from array import array
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def root(self) -> tuple[Hashable]:
-        """What its first block comes after in the prefix cache, which is never the number of an entry."""
+        """The parent of its first block in the prefix cache; never the number of an entry."""
         return (self.identity,)
 
     @property

@@ -1,4 +1,4 @@
-"""What a step computes for requests beside their tokens: log-probabilities, hidden states, pooled vectors."""
+"""Brings requests what a step computes beside tokens: log-probabilities, hidden states, pooled vectors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What ends a sample by its tokens, and which tokens may not end it yet.
+"""Decides which tokens end a sample, and which may not end it yet.
 
 The scheduler asks after each token, and a constraint asks when its text may end. The sampler forbids the stop tokens
 that come too early, unless a grammar's masks leave them out. Stop strings are found elsewhere (`Completion.advance`);

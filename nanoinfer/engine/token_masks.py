@@ -42,10 +42,10 @@ class Constraint(Protocol):
         """Take the sample's newest token; return whether the text is complete with it."""
 
     def num_allowed(self, proposals: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first one on, may follow as far as that is found out fast."""
+        """Return how many of these tokens, from the first one on, may follow, as far as it can tell fast."""
 
     def forced(self) -> Sequence[int]:
-        """Return the tokens that have to follow, as far as that is found out fast."""
+        """Return the tokens that have to follow, as far as it can tell fast."""
 
 
 class CompiledConstraint(Protocol):

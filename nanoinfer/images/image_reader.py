@@ -90,7 +90,7 @@ class ImageReader:
         return self.store.has_room(num_images)
 
     def close(self) -> None:
-        """Keep no pictures any more; the threads end with what they have begun. Closing twice is fine."""
+        """Drop all pictures; threads end with the picture that they are at. Closing twice is fine."""
         self._threads.shutdown(wait=False)
         self.store.close()
 
@@ -266,7 +266,7 @@ class ImageReader:
 
 
 def default_workers() -> int:
-    """Return one thread for each core that this process may use but one, and at most MOST_WORKERS."""
+    """Return the number of cores that this process may use minus one, and at most MOST_WORKERS."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(num_cores - 1, 1), MOST_WORKERS)
 

@@ -35,7 +35,7 @@ class PictureStore:
             return found
 
     def add(self, key: bytes, picture: ProcessedPicture) -> ProcessedPicture:
-        """Keep a picture that was made, and return it; or the one with this key that another thread has added."""
+        """Keep a picture and return it; if another thread has added one with this key, return that one."""
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
@@ -52,13 +52,13 @@ class PictureStore:
 
     @property
     def num_bytes(self) -> int:
-        """How much memory is taken, by what is kept and by what others hold."""
+        """The bytes of the pictures that are kept, and of those that others hold."""
         while self._freed:
             self._added_bytes -= self._freed.popleft()
         return self._added_bytes
 
     def has_room(self, num_pictures: int) -> bool:
-        """Return whether so many more pictures fit, of the size of those so far; earlier ones make room for them."""
+        """Return whether so many more pictures of the average size fit. Earlier ones are dropped for them."""
         with self._lock:
             expected = num_pictures * self._made_bytes // max(self._num_made, 1)
             while self._kept and self.num_bytes + expected > self._max_alive:
@@ -66,13 +66,13 @@ class PictureStore:
             return self.num_bytes + expected <= self._max_alive
 
     def close(self) -> None:
-        """Let go of all pictures, and keep none of those that are still made."""
+        """Drop all pictures, and keep none of those that are still being made."""
         with self._lock:
             self._max_kept = 0
             self._evict(self._kept_bytes)
 
     def _evict(self, num_bytes: int) -> None:
-        """Let go of the pictures that were used longest ago, of so many bytes at least."""
+        """Drop the least recently used pictures, of at least so many bytes."""
         while num_bytes > 0 and self._kept:
             _, picture = self._kept.popitem(last=False)
             self._kept_bytes -= picture.num_bytes

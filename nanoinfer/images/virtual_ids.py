@@ -49,7 +49,7 @@ class VirtualIds:
         return len(self._known)
 
     def hold(self, key: bytes, token_ids: tuple[int, ...]) -> KnownImage:
-        """Return the image with this content, for one user more. A span of other tokens is another image."""
+        """Return the image with this content, with one user more. A span of other tokens is another image."""
         image = self._known.get((key, token_ids))
         if image is None:
             image = KnownImage(self._free_place(len(token_ids)), key, token_ids)
@@ -92,7 +92,7 @@ class VirtualIds:
         self._max_idle = max(MIN_IDLE, 2 * self.num_idle)  # so that going through the cache stays rare
 
     def _free_place(self, num_ids: int) -> int:
-        """Return where so many ids after each other are free: ids come again only when all have been used."""
+        """Return the first of so many free ids in a row. Ids are reused only after all have been used."""
         for start in (self._next, self._first_id):
             index = bisect_right(self._starts, start - 1)
             if index:

@@ -1,4 +1,4 @@
-"""What is computed on tensors: a folder for each operation, with its specification and its kernels."""
+"""Computes on tensors: each operation has a folder with its specification and its kernels."""
 
 import os
 

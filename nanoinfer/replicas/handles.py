@@ -89,7 +89,7 @@ class ReplicaEvents:
         self._arrived.append(replace(event, replica=replica, changes=changes))
 
     def add_changes(self, replica: int, changes: list[RequestChange]) -> None:
-        """Keep what happened to requests of a replica after its last event, for the next one."""
+        """Keep the changes to requests of a replica since its last event, for its next event."""
         self._changes.setdefault(replica, []).extend(changes)
 
     def stepped(self) -> Iterator[StepEvent]:

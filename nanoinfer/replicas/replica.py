@@ -104,7 +104,7 @@ class Sender:
 
 
 class LogSender(logging.Handler):
-    """Has the parent log what is logged here."""
+    """Sends log records to the parent, which logs them."""
 
     def __init__(self, sender: Sender) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Replica:
                     self._answer(self._calls[name], *arguments)
 
     def _report(self) -> None:
-        """Send what the last step has brought."""
+        """Send the outputs and events of the last step."""
         if self._chunks:
             self._send(pack_chunks(self._chunks))
             self._chunks.clear()

@@ -80,7 +80,7 @@ class Listen(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Asks for something else that a replica does between two steps, and answers with a Reply. See `Replica`."""
+    """Asks a replica to do something between two steps, and to answer with a Reply. See `Replica`."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -119,7 +119,7 @@ class Changes(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Tells what is new of samples, of requests that have finished or are streamed."""
+    """Holds the new tokens and texts of samples, of finished or streamed requests."""
 
     columns: NDArray[np.int32]  # (num_samples, 2): number of tokens, index in REASONS
     token_ids: NDArray[np.int32]  # of all samples, one after the other
@@ -139,7 +139,7 @@ class Outputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Tells what is new of requests that are streamed."""
+    """Holds what is new of streamed requests."""
 
     columns: NDArray[np.int64]  # (num_chunks, 2): request id, sample
     samples: Samples

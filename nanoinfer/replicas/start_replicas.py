@@ -39,7 +39,7 @@ RING_SLOTS, RING_SLOT_SIZE = 16, 2**18  # 16 MiB for new weights
 
 
 class CheckedConstraints(Constraints):
-    """Finds what is wrong with what requests ask for; replicas compile it for themselves."""
+    """Finds errors in the constraints of requests; replicas compile them for themselves."""
 
     def add_constraints(self, requests: Mapping[int, PreparedRequest], errors: Errors, use_tqdm: bool = False) -> None:
         super().add_constraints(requests, errors, use_tqdm)

@@ -34,7 +34,7 @@ def sharing_graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def several_tokens_graph_sizes(sizes: list[int]) -> list[int]:
-    """Return those batch sizes that steps of several tokens a row have, whose graphs are captured late, too."""
+    """Return the batch sizes for steps of several tokens a row, whose graphs are captured late, too."""
     return [size for size in sizes if size in (1, 2, 4, 8, 16) or size % 32 == 0 or size == max(sizes)]
 
 

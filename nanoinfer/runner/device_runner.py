@@ -86,7 +86,7 @@ class DeviceRunner:
         return self.model_runner.sample(launched, masks)
 
     def wait(self, handle: StepHandle) -> list[int]:
-        """Return the token ids of a sampled step, once they are there: of rows of several tokens one after another."""
+        """Wait for the token ids of a sampled step and return them, row after row if rows have several tokens."""
         if handle.event is not None:
             handle.event.synchronize()
         return handle.token_ids.view(-1).tolist()
@@ -239,7 +239,7 @@ class DeviceRunner:
         return buffers, free_bytes
 
     def _explain_memory(self) -> str:
-        """Return what an error of too little memory says beside the error: of a GPU, what would fit."""
+        """Return what an error of too little memory adds on a GPU: what takes the memory, and what would fit."""
         if self._memory_use is None:
             return ""
         from nanoinfer.runner.what_fits import explain
@@ -251,7 +251,7 @@ class DeviceRunner:
         return "" if model is None else f". {explain(self.setup, model, self._memory_use)}"
 
     def _allocate(self, buffers: StepBuffers) -> None:
-        """Take the memory of cache and tables, and make what runs steps with it."""
+        """Allocate the cache and the tables, and make the ModelRunner that uses them."""
         self._drop_model_runner()  # makes room, if there is one
         if self.device.type == "cuda":  # or a small tensor may take part of that room, and a large one finds none
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a runner holds on its device beside the weights: sleeping frees it, and waking up makes it anew."""
+"""Holds what a runner has on its device beside the weights. Sleeping frees it, and waking up makes it anew."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +86,7 @@ class DeviceState:
         return step if self.images is None else self.images.with_rotary_positions(step, batch)
 
     def prefill_graph(self, step: ForwardStep, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
-        """Return what computes a prefill step of so many chunks by graphs; None if the model is to compute it."""
+        """Return a function that computes a prefill step of so many chunks by graphs; None if no graph serves it."""
         if step.images is not None:
             return None
         graphs = self.buffers.prefill_graphs

@@ -36,7 +36,7 @@ class GraphPool:
         self._pool: Any = None  # the handle of the memory pool
 
     def capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Return the graph of what is launched, which has run before."""
+        """Return the graph of `launch`, which has run before."""
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._pool):
             launch()
@@ -44,7 +44,7 @@ class GraphPool:
         return graph
 
     def capture_late(self, launch: Callable[[], None], name: Hashable) -> torch.cuda.CUDAGraph | Launches:
-        """Return the graph of what is launched; where memory is short, what launches it each time."""
+        """Return the graph of `launch`; if memory is short, a stand-in that calls `launch` each time."""
         logger.info("capturing the CUDA graph of decode steps of %s", name)
         try:
             self._check_memory()

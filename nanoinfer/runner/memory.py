@@ -28,7 +28,7 @@ class TooLittleMemoryError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Says what takes a GPU's memory beside the KV cache, in bytes."""
+    """Says how many bytes of a GPU's memory are taken beside the KV cache."""
 
     granted: int  # what the engine may take in all
     loaded: int  # weights, and what steps need whatever their size: tables, logits, libraries

@@ -100,7 +100,7 @@ class Pooler(RowState):
         return hidden, [HiddenStates(self._states(states, chunks)), *self._pool(hidden, chunks)]
 
     def _with_token_types(self, step: ForwardStep, chunks: Chunks) -> ForwardStep:
-        """Return the step with the kinds of its segments, where an encoder has any and a prompt is a pair."""
+        """Return the step with token types, if the encoder has them and a prompt is a pair of texts."""
         if not self._model.has_token_types:
             return step
         places = [self.by_row[row].second_text if row in self.by_row else 0 for row, _, _ in chunks]
@@ -176,7 +176,7 @@ class Pooler(RowState):
         return pooled
 
     def _vectors_at(self, tokens: list[tuple[int, int]], hidden: Tensor) -> list[SideOutput]:
-        """Return what is made of the hidden states of some tokens. tokens: (index of a chunk, place in the step)."""
+        """Return the pooled vectors of single tokens. tokens: (index of a chunk, place in the step)."""
         if not tokens:
             return []
         indices, places = map(list, zip(*tokens, strict=True))
@@ -186,7 +186,7 @@ class Pooler(RowState):
         return [PooledVectors(indices, self._to_host(vectors))]
 
     def _to_host(self, vectors: Tensor) -> Tensor:
-        """Return what is made of pooled vectors (num_vectors, hidden_size), on its way to the host."""
+        """Return embeddings or logits of pooled vectors (num_vectors, hidden_size), on their way to the host."""
         return self._after_pooling(vectors).to("cpu", non_blocking=True)
 
     def _after_pooling(self, vectors: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class Pooler(RowState):
         return vectors
 
     def _vocabulary_scores(self, vectors: Tensor) -> Tensor:
-        """Return the logit of the token for yes, less that of the token for no if there is one: (num_vectors, 1)."""
+        """Return the logit of the token for yes, minus that of the token for no if there is one: (num_vectors, 1)."""
         token_ids = torch.tensor(self._config.token_ids, device=vectors.device)
         logits = self._model.logits_of_tokens(vectors, token_ids)
         return logits[:, -1:] - logits[:, :1] if len(token_ids) > 1 else logits

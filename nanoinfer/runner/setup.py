@@ -1,4 +1,4 @@
-"""Makes what runs steps: loads the model, measures what the largest ones take, sizes the cache, allocates it."""
+"""Makes a ModelRunner: loads the model, measures the memory of the largest steps, sizes the cache, allocates it."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -63,7 +63,7 @@ class RunnerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Holds the user's options and the model's sizes, resolved for a device, and makes by them what a runner needs."""
+    """Holds the user's options and the model's sizes, resolved for a device, and makes the parts of a runner."""
 
     config: EngineConfig
     model_config: BaseModelConfig
@@ -118,7 +118,7 @@ class Setup:
         return load(self.model_config, self.config, folder, self.longest_sequence, self.backends, self.tp)
 
     def model_without_weights(self) -> Model | None:
-        """Return the model with tensors that have shapes alone; None for one of transformers."""
+        """Return the model with tensors that only have shapes; None for a model of transformers."""
         return make_on_meta(self.model_config, self.longest_sequence, self.backends, self.tp)
 
     def load_dense(self) -> list[DenseLayer]:
@@ -142,7 +142,7 @@ class Setup:
         return (memory.free_bytes(self.device) if self.counts_memory else 0) + self.tp.num_shared_bytes
 
     def memory_use(self, free_at_start: int) -> memory.MemoryUse:
-        """Return what a GPU grants to the engine, and what is loaded."""
+        """Return the bytes that a GPU grants to the engine, and those that are loaded."""
         return memory.memory_use(self.config.gpu_memory_utilization, free_at_start, self.device)
 
     def limits_without_cache(
@@ -191,7 +191,7 @@ class Setup:
 
     @property
     def page_bytes(self) -> int:
-        """What a page of the cache takes, and what it has beside keys and values."""
+        """The bytes of a page of the cache, including what it has beside keys and values."""
         block_size = self.config.kvcache_block_size
         moe = self.model_config.moe if self.config.enable_return_routed_experts else None
         routing_bytes = RoutingTable.num_bytes(moe, block_size) if moe else 0
@@ -305,7 +305,7 @@ class Setup:
         return graph_bytes
 
     def allocate_buffers(self, model: Model, limits: RunnerLimits) -> StepBuffers:
-        """Return what steps need whatever the size of the cache."""
+        """Return the buffers of steps, which do not depend on the size of the cache."""
         graphs, max_tokens = PrefillGraphs(), self.max_step_tokens(limits)
         # If the rows or their lengths limit steps, and not the token budget, hardly any step has exactly max_tokens.
         captures_largest = max_tokens == limits.max_num_batched_tokens
@@ -336,7 +336,7 @@ class Setup:
         held_images: HeldImages,
         adapters: RankAdapters | None = None,
     ) -> ModelRunner:
-        """Allocate the cache, and what else steps need on the device; return what runs them."""
+        """Allocate the cache and all else that steps need on the device; return the runner of steps."""
         config, moe = self.config, self.model_config.moe
         kv_cache = memory.allocate_kv_cache(
             self.kv_cache_layout, limits.num_blocks, config.kvcache_block_size, self.kv_cache_dtype, self.device

@@ -137,7 +137,7 @@ class ImageRows:
                 yield Span(place, end, image_id)
 
     def reserve_largest(self) -> Tensor:
-        """Encode the largest batch; return as much memory as the rows that are kept and those of one step take."""
+        """Encode the largest batch; return a tensor as large as the kept embeddings and those of one step together."""
         encoder = self._encoder
         try:
             encoder.encode_largest(MAX_VALUES_AT_ONCE)
@@ -159,14 +159,14 @@ class ImageRows:
         return failed
 
     def with_rotary_positions(self, step: ForwardStep, batch: DecodeBatch) -> ForwardStep:
-        """Return a decode step with the positions by which its tokens rotate, where images count otherwise."""
+        """Return a decode step with the positions for rotation, if they differ from places because of images."""
         if self._deltas is None:
             return step
         deltas = self._deltas[batch.rows.long()].repeat_interleave(batch.num_tokens)
         return replace(step, rotary_positions=step.positions + deltas)
 
     def add_to(self, step: ForwardStep, chunks: list[list[int]]) -> ForwardStep:
-        """Return a prefill step with what its tokens read of images. chunks: (row, start, length) each."""
+        """Return a prefill step with the embeddings and positions of its images. chunks: (row, start, length) each."""
         wanted: list[tuple[int, int, Span]] = []  # (chunk, place in the step of the sequence's first token, span)
         has_positions, offset = False, 0
         for index, (row, start, length) in enumerate(chunks):
@@ -214,7 +214,7 @@ class ImageRows:
         return to_device(torch.cat(parts, dim=1), self._device)
 
     def _encode(self, image_ids: Iterable[int]) -> dict[int, Tensor]:
-        """Return what is read of these images, of which some may have to be encoded."""
+        """Return the embeddings of these images, by id; images without any are encoded now."""
         found: dict[int, Tensor] = {}
         missing: list[int] = []
         for image_id in sorted(image_ids):
@@ -252,13 +252,13 @@ class ImageRows:
         return [self._note_failed(image_ids[0], reason)]
 
     def _note_failed(self, image_id: int, reason: str) -> Tensor:
-        """Note why an image cannot be encoded; return NaN in the place of what is read of it."""
+        """Note why an image cannot be encoded; return NaN in place of its embeddings."""
         self._failed[image_id] = reason
         shape = 1 + self._encoder.num_levels, len(self._held[image_id].token_ids), self._hidden_size
         return torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
 
     def _batches(self, image_ids: list[int]) -> Iterator[list[int]]:
-        """Yield images that are encoded in one call: neighbours of a kind, and not too large together."""
+        """Yield batches of images to encode in one call: neighbours of one kind that are not too large together."""
         batch: list[int] = []
         num_values = 0
         for image_id in image_ids:

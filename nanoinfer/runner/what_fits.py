@@ -10,7 +10,7 @@ from nanoinfer.runner.setup import Setup
 
 
 def explain(setup: Setup, model: Model, use: MemoryUse) -> str:
-    """Return sentences: what the memory of a GPU goes to, and what would make room. model: may lie on "meta"."""
+    """Return sentences on what takes the memory of a GPU, and on what would make room. model: may lie on "meta"."""
     config, weights, num_gpus = setup.model_config, weight_bytes(model), torch.cuda.device_count()
     taken = {
         "the weights take": weights,

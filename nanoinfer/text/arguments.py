@@ -47,7 +47,7 @@ Errors = dict[int, RequestError]  # by the index of the prompt that cannot be se
 
 
 def as_list(value: Any) -> Any:
-    """Return an array, a column or another sequence as a list; a text, a list, a mapping and all else as they are."""
+    """Return an array, a column or another sequence as a list, and any other value as it is."""
     if isinstance(value, NO_COLUMNS):
         return value
     for name in CONVERSIONS:
@@ -133,13 +133,13 @@ def one_for_each(params: Any, count: int, kind: type[Any] = SamplingParams, name
 
 
 def check_on_finish(on_finish: Any) -> None:
-    """Raise RequestError for what cannot be called with an output."""
+    """Raise RequestError if it cannot be called with an output."""
     if on_finish is not None and not callable(on_finish):
         raise RequestError(f"on_finish={on_finish!r} cannot be called; give a function of an output")
 
 
 def check_streamable(sampling_params: list[SamplingParams]) -> None:
-    """Raise RequestError for what a stream's chunks have no place for."""
+    """Raise RequestError for options whose results have no field in the chunks of a stream."""
     for params in sampling_params:
         if params.prompt_logprobs is not None:
             raise RequestError(

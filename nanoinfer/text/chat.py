@@ -104,7 +104,7 @@ def render_chats(
 
 
 def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any) -> str:
-    """Return the text of one conversation; the options are those of `render_chats`. Raises RequestError as it finds."""
+    """Return the text of one conversation. options: of `render_chats`. Raises RequestError for a wrong one."""
     errors: Errors = {}
     [text] = render_chats(tokenizer, {0: conversation}, errors, **options).values()
     report(errors, 1)
@@ -113,7 +113,7 @@ def render_chat(tokenizer: Tokenizer, conversation: Conversation, **options: Any
 
 
 def as_template_kwargs(given: Any) -> dict[str, Any]:
-    """Return chat_template_kwargs as a dict. Raises RequestError for what is none, and for names that are taken."""
+    """Return chat_template_kwargs as a dict. Raises RequestError for anything else, and for names that are taken."""
     if given and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
         raise RequestError(
             f"chat_template_kwargs={given!r:.200} is no dict of names; give {{'enable_thinking': False}}, say"

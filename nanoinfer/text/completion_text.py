@@ -1,4 +1,4 @@
-"""The text of a completion as it grows: it ends at a stop string, and shows nothing that one may still cut off."""
+"""Grows the text of a completion: it ends at a stop string, and shows nothing that a stop string may still cut off."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ class TokenTexts:
         return [special.get(token_id, text) for token_id, text in zip(token_ids, texts, strict=True)]
 
     def end(self, token_id: int, text: str) -> str:
-        """Return the text of the last token, which it had so far, with what the text ends with: half a character."""
+        """Return the text of the last token, `text` so far, with the half character that the completion ends with."""
         half = self._detokenizer.decode([], final=True)
         return half + text if token_id in self._special else text + half
 

@@ -108,10 +108,10 @@ def look_up_bytes(
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one completion to text, in order."""
+    """Turns the tokens of one completion into text, in order."""
 
     def decode(self, token_ids: Sequence[int], final: bool = False) -> str:
-        """Return the text that these tokens complete; with `final`, what was held back as well."""
+        """Return the text that these tokens complete; with `final`, also the text that was held back."""
 
     def decode_first(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each of these tokens would complete if it came next, and decode the first."""

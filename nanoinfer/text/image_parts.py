@@ -106,7 +106,7 @@ def source_of(part: Mapping[str, Any], which: str) -> Any:
 
 
 class ImagePart(dict[str, str]):
-    """Is what stands in a message in place of an image part while its chat template is rendered."""
+    """Stands in a message in place of an image part while the chat template is rendered."""
 
 
 class ImageTexts:

@@ -73,7 +73,7 @@ class EncodedPair(NamedTuple):
 
 
 class ImageReader(Protocol):
-    """Types what processes the images of prompts: the ImageReader of images/image_reader.py."""
+    """Types the processor of prompts' images: the ImageReader of images/image_reader.py."""
 
     image_texts: ImageTexts
     num_workers: int  # threads
@@ -293,7 +293,7 @@ class PromptProcessor:
         }
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of a text, however many. Raises RequestError for what is no text."""
+        """Return the token ids of a text, however many. Raises RequestError for anything that is not a text."""
         if not isinstance(text, str):
             raise RequestError(f"{text!r} is a {type(text).__name__}; give a string")
         errors: Errors = {}
@@ -390,7 +390,7 @@ class PromptProcessor:
 
 
 def text_beside_images(prompt: Any) -> str | None:
-    """Return the text of a prompt with images; None for one of token ids, and for what is no prompt."""
+    """Return the text of a prompt with images; None for token ids, and for anything that is not a prompt."""
     return prompt.prompt if isinstance(prompt, ImagePrompt) and isinstance(prompt.prompt, str) else None
 
 
@@ -428,7 +428,7 @@ def split_whole(prompt: list[int], completion: list[int], whole: list[int]) -> t
 
 
 def find_bad_texts(texts: Mapping[int, str], max_characters: int) -> Errors:
-    """Return what is wrong with texts that are no Unicode or too long for anyone to encode, by their prompt's index."""
+    """Return the errors of texts that are not Unicode, or too long for any tokenizer, by the index of their prompts."""
     errors: Errors = {}
     for index, text in texts.items():
         if len(text) > max_characters:

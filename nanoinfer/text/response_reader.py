@@ -1,4 +1,4 @@
-"""Messages and parts of what one LLM answers, made when they are asked for, so that other jobs lose nothing."""
+"""Makes messages of the answers of an LLM, and parts of streams, only when they are asked for: others lose no time."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +81,7 @@ class ResponseReader:
         return request_id
 
     def read_expected(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Let those outputs make their messages that are of chats, and return all."""
+        """Return all outputs, and have those of chats make their messages."""
         for output in outputs:
             if output.request_id in self._chats:
                 self._chats.pop(output.request_id)(output)
@@ -92,7 +92,7 @@ class ResponseReader:
             make_later(sample, partial(self._message, output.prompt, output.prompt_token_ids, schemas))
 
     def telling_parts(self, requests: Sequence[PreparedRequest]) -> Callable[[StreamChunk], StreamChunk]:
-        """Return what lets each chunk of a stream say its part. requests: those that are streamed."""
+        """Return a function that tells each chunk of a stream its part. requests: the streamed ones."""
         followed: dict[tuple[int, int], Followed] = {}
 
         def tell(chunk: StreamChunk) -> StreamChunk:

@@ -84,7 +84,7 @@ class Tokenizer:
 
     @cached_property
     def num_ids(self) -> int:
-        """Return the largest token id and one; it may be more than the model's vocabulary, or less."""
+        """Return the largest token id plus one, which may be more or less than the model's vocabulary."""
         return max(self.hf.get_vocab().values(), default=-1) + 1
 
     def name_of(self, token_id: int) -> str | None:
@@ -222,7 +222,7 @@ class Tokenizer:
         spaces_between_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> TokenTexts:
-        """Return what says which text each token of a completion adds; special ones have theirs even if skipped."""
+        """Return an object that tells the text of each token of a completion, also of skipped special tokens."""
         detokenizer = self.detokenizer(skip_special_tokens, spaces_between_special_tokens, prompt)
         return TokenTexts(detokenizer, self._special_tokens if skip_special_tokens else {})
 

@@ -1,4 +1,4 @@
-"""Which class of transformers loads a tokenizer: the one that its folder names, unless tokenizer.json differs."""
+"""Chooses the class of transformers that loads a tokenizer: the one its folder names, unless tokenizer.json differs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The socket for whatever layers remember of a sequence: what the block manager asks of each cache group."""
+"""Defines the socket for what layers remember of a sequence: what the block manager asks of a cache group."""
 
 from dataclasses import dataclass
 from typing import Protocol

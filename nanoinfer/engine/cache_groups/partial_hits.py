@@ -102,7 +102,7 @@ class PartialHits:
         return entry if num_tokens >= self.min_tokens else None, num_tokens
 
     def num_found_later(self, parent: Parent, tokens: bytes, num_found: int) -> int:
-        """Return how many of these tokens are there from the next step on, beyond those that `find` finds now."""
+        """Return how many more of these tokens `find` finds from the next step on than now."""
         _, num_later = _longest(self._new.get(parent), tokens, above=num_found)
         return num_later - num_found
 

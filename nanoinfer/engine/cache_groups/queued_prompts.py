@@ -81,6 +81,6 @@ class QueuedPrompts:
 
 
 def _num_shared(text: "array[int]", waiting: "array[int]") -> int:
-    """Return how many tokens the waiting text can take over from the other one: not the last of either."""
+    """Return how many tokens the waiting text can take from the other one, which never are the last of either."""
     num_same = num_common(memoryview(text).cast("B"), memoryview(waiting).cast("B"))
     return min(num_same, len(text) - 1, len(waiting) - 1)

@@ -84,7 +84,7 @@ class StateSnapshots:
         self._new = []
 
     def take_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
-        """Return what the step begins with: copies to snapshots, and then those from snapshots to rows."""
+        """Return the copies that the step begins with: to snapshots, and then from snapshots to rows."""
         restored = []
         for snapshot, seq in self._to_restore:
             restored.append(StateCopy(snapshot.place, seq.held_row))

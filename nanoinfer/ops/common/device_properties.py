@@ -1,4 +1,4 @@
-"""What the kernels' launchers ask a device for, to cut their work; for Triton's interpreter, what a small GPU has."""
+"""Describes a device to the launchers of kernels, which cut their work by it. The interpreter counts as a small GPU."""
 
 from functools import cache
 from typing import Any

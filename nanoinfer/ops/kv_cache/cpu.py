@@ -11,7 +11,7 @@ from nanoinfer.ops.norms.spec import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Holds what the layers of a step share that write to the same slots: where, and the factors of their rotations."""
+    """Holds what layers that write to the same slots share in a step: the slots, and the factors of rotations."""
 
     kept: Tensor | None  # (num_tokens,) bool: which tokens are written; None: all
     vector_ids: Tensor  # (num_kept, num_kv_heads) int64: (block, head, offset) of each vector, as one number

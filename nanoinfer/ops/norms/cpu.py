@@ -24,5 +24,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centres: bool = False, out: 
 
 @lru_cache(maxsize=64)
 def _constants(size: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Return both as tensors: an operator takes a number of Python's for twice as long as one of these."""
+    """Return both as tensors: an operator takes twice as long with a Python number."""
     return torch.tensor(size, dtype=torch.float32, device="cpu"), torch.tensor(eps, dtype=torch.float32, device="cpu")
