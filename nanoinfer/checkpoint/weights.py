@@ -275,6 +275,14 @@ def must_be_wide(bits: str, module: Any) -> str:
     return f"the weight is in {bits} bits, and must be in 16 (or 32); {remedy}"
 
 
+def check_is_wide(module: Any, tensor: Tensor, bits: int) -> None:
+    """Raise ModelError unless a weight has 32 or 16 bits, to be rounded to `bits` of them."""
+    if not tensor.is_floating_point():
+        raise ModelError(f"it has {tensor.dtype}, and what is rounded to {bits} bits has 16 or 32")
+    if tensor.dtype.itemsize == 1:
+        raise ModelError(must_be_wide("8", module))
+
+
 def must_have_fewer(bits: int, tensor: Tensor) -> str:
     """Say that a weight has more bits than it must have by quantization_config, and what to do."""
     return (

@@ -86,9 +86,6 @@ class PrepackedLinearMethod(LinearMethod):
     def apply(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         return self._weight.product(cast(Tensor, x), bias)
 
-    def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        return self.apply(layer, x, bias).unsqueeze(0)
-
 
 def prepack_products(model: nn.Module, head: nn.Module) -> None:
     """Have a model multiply by packed weights, where these pay. head: its last product, whose weight is kept plain too.

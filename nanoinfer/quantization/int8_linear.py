@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checkpoint.quantization_config import QuantizationConfig
-from nanoinfer.checkpoint.weights import must_be_wide
-from nanoinfer.errors import ConfigError, ModelError
+from nanoinfer.checkpoint.weights import check_is_wide
+from nanoinfer.errors import ConfigError
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.quantization.cpu_products import has_fast_kernels
 from nanoinfer.quantization.linear_method import MATRIX, PER_OUTPUT, LinearMethod, ProductKind, hold_scales, stored
@@ -66,10 +66,8 @@ class Int8LinearMethod(LinearMethod):
             hold_scales(layer, "weight_scale", scales, PER_OUTPUT, in_checkpoint=False)
 
     def check(self, layer: Any, param: Tensor, full: Tensor, shape: tuple[int, ...]) -> None:
-        if param is layer.weight and not full.is_floating_point():
-            raise ModelError(f"it has {full.dtype}, and what is rounded to 8 bits has 16 or 32")
-        if param is layer.weight and full.dtype.itemsize == 1:
-            raise ModelError(must_be_wide("8", layer))
+        if param is layer.weight:
+            check_is_wide(layer, full, 8)
         super().check(layer, param, full, shape)
 
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
@@ -97,6 +95,3 @@ class Int8LinearMethod(LinearMethod):
         scales = layer.weight_scale.to(self.dtype)
         product: Tensor = torch.ops.aten._weight_int8pack_mm.default(x.contiguous(), layer.weight, scales)
         return product if bias is None else product + bias
-
-    def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        return self.apply(layer, x, bias).unsqueeze(0)

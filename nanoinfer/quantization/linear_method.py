@@ -153,13 +153,12 @@ class LinearMethod:
 
     def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
         """Return x W^T + b as partial sums of split-K, (num_splits, num_tokens, num_outputs), or as a single sum."""
-        x, weight = cast(Tensor, x), self.wide_weight(layer)
-        if x.is_cuda and self._has_few_rows(x, weight):
-            return few_rows_product(x, weight, bias).unsqueeze(0)
-        num_splits = self._num_splits(x, len(weight), bias)
-        if num_splits == 1:
-            return F.linear(x, weight, bias).unsqueeze(0)
-        return split_k_product(x, weight, num_splits)
+        x = cast(Tensor, x)
+        if x.is_cuda and not self._has_few_rows(x, layer.weight):
+            num_splits = self._num_splits(x, len(layer.weight), bias)
+            if num_splits > 1:
+                return split_k_product(x, self.wide_weight(layer), num_splits)
+        return self.apply(layer, x, bias).unsqueeze(0)
 
     def expert_weights(self, layer: Any) -> ExpertWeights:
         """Return the weights of all experts, for `expert_mlp`."""

@@ -99,6 +99,3 @@ class CpuInt4LinearMethod(Int4LinearMethod):
             return F.linear(x, weight.widen(self.dtype), bias)
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x.contiguous(), *weight.for_kernel)
         return product if bias is None else product + bias
-
-    def apply_split(self, layer: Any, x: Activations, bias: Tensor | None) -> Tensor:
-        return self.apply(layer, x, bias).unsqueeze(0)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.checkpoint.weights import check_shape, must_be_wide, must_have_fewer
+from nanoinfer.checkpoint.weights import check_is_wide, check_shape, must_have_fewer
 from nanoinfer.errors import ModelError
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import num_multiprocessors
@@ -154,10 +154,7 @@ class Int4LinearMethod(LinearMethod):
             return check_shape(full, (*shape[:-1], ceil_div(shape[-1], words) * words))
         if param is not layer.weight:
             return check_shape(full, shape)
-        if not full.is_floating_point():
-            raise ModelError(f"it has {full.dtype}, and what is rounded to 4 bits has 16 or 32")
-        if full.dtype.itemsize == 1:
-            raise ModelError(must_be_wide("8", layer))
+        check_is_wide(layer, full, 4)
         return check_shape(full, (*shape[:-1], shape[-1] * PACKED))
 
     def prepare(self, layer: Any, param: Tensor, full: Tensor, shard: str | None) -> list[tuple[Tensor, Tensor]]:
