@@ -7,7 +7,7 @@ explained where it is declared; docstrings and the command line's --help are mad
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -298,45 +298,30 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", str(self.model))
-        object.__setattr__(self, "device", str(self.device))
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        keep = partial(object.__setattr__, self)
+        keep("model", str(self.model))
+        keep("device", str(self.device))
+        keep("dtype", str(self.dtype).removeprefix("torch."))
         if self.distributed_executor_backend is None:  # as vLLM's users may write
-            object.__setattr__(self, "distributed_executor_backend", "mp")
+            keep("distributed_executor_backend", "mp")
         if self.hf_overrides is not None:
-            object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
+            keep("hf_overrides", _as_json(self.hf_overrides))
         for item in fields(self):
-            name, value, choices = item.name, getattr(self, item.name), only_values(item.type)
-            if choices and value not in (*choices, item.default):
-                raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
-            if item.type is bool and not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} is not a bool; use True or False")
-            if item.type == str | None and value is not None:
-                if not isinstance(value, str | Path) or not str(value):
-                    raise ConfigError(f"{name}={value!r} is no text; use a string that is not empty")
-                object.__setattr__(self, name, str(value))
-            is_whole = int in (item.type, *get_args(item.type))
-            if (is_whole or item.type is float) and (value is not None or item.default is not None):
-                kind, holds, rule = item.metadata["numbers"] or COUNTS
-                is_number = isinstance(value, kind) and not isinstance(value, bool)
-                number = int(value) if is_number and is_whole else value  # NumPy's integers, say
-                if not is_number or not holds(number):
-                    raise ConfigError(f"{name}={value!r} {rule}")
-                object.__setattr__(self, name, number)
-        object.__setattr__(self, "structured_outputs_config", switches_of_all(self.structured_outputs_config))
+            keep(item.name, _checked(item, getattr(self, item.name)))
+        keep("structured_outputs_config", switches_of_all(self.structured_outputs_config))
         if self.response_template is not None:
             from nanoinfer.responses.families import as_response_template  # few ask for it
 
-            object.__setattr__(self, "response_template", as_response_template(self.response_template))
-        object.__setattr__(self, "reasoning_config", _checked_reasoning(self.reasoning_config))
+            keep("response_template", as_response_template(self.response_template))
+        keep("reasoning_config", _checked_reasoning(self.reasoning_config))
         if self.speculative_config is not None:
             from nanoinfer.speculative_config import as_speculative_config  # few ask for it
 
-            object.__setattr__(self, "speculative_config", as_speculative_config(self.speculative_config))
+            keep("speculative_config", as_speculative_config(self.speculative_config))
             self._check_speculation()
-        object.__setattr__(self, "limit_mm_per_prompt", _checked_limits(self.limit_mm_per_prompt))
-        object.__setattr__(self, "mm_processor_kwargs", as_processor_kwargs(self.mm_processor_kwargs, ConfigError))
-        object.__setattr__(self, "allowed_media_domains", _checked_domains(self.allowed_media_domains))
+        keep("limit_mm_per_prompt", _checked_limits(self.limit_mm_per_prompt))
+        keep("mm_processor_kwargs", as_processor_kwargs(self.mm_processor_kwargs, ConfigError))
+        keep("allowed_media_domains", _checked_domains(self.allowed_media_domains))
         if self.distributed_executor_backend != "mp" and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} starts processes, and with distributed_executor_backend="
@@ -399,6 +384,30 @@ def showing_options_of(
 
 
 ANSWERS_DEPEND_ON = tuple(item.name for item in fields(EngineConfig) if not item.metadata["is_neutral"])
+
+
+def _checked(item: Field[Any], value: Any) -> Any:
+    """Return the value of an option as it is kept. Raises ConfigError where its type or its range is wrong."""
+    name, kind, choices = item.name, item.type, only_values(item.type)
+    if choices and value not in (*choices, item.default):
+        raise ConfigError(f"{name}={value!r} is not known; use one of {', '.join(choices)}")
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not a bool; use True or False")
+    if value is None and item.default is None:
+        return None
+    if kind == str | None:
+        if not isinstance(value, str | Path) or not str(value):
+            raise ConfigError(f"{name}={value!r} is no text; use a string that is not empty")
+        return str(value)
+    is_whole = int in (kind, *get_args(kind))
+    if not is_whole and kind is not float:
+        return value
+    numbers, holds, rule = item.metadata["numbers"] or COUNTS
+    is_number = isinstance(value, numbers) and not isinstance(value, bool)
+    number = int(value) if is_number and is_whole else value  # NumPy's integers, say
+    if not is_number or not holds(number):
+        raise ConfigError(f"{name}={value!r} {rule}")
+    return number
 
 
 def _check_trace(path: Path) -> None:
