@@ -174,7 +174,7 @@ def run_batch(
 def all_settings(
     settings: Settings, overrides: dict[str, Any], system: str | None, loras: Mapping[str, str] | None = None
 ) -> Settings:
-    """Return all that the answers of a job depend on, by name; what is not given is left out."""
+    """Return the settings that the answers of a job depend on, by name; those that are not given are left out."""
     given = {name: "none" if value is None else value for name, value in overrides.items()}
     said = {} if system is None else {"system": system}
     adapters = {"lora": " ".join(f"{name}={folder}" for name, folder in sorted(loras.items()))} if loras else {}

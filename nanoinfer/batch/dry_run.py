@@ -1,4 +1,4 @@
-"""`nanoinfer run-batch --dry-run`: what a job has to do, found as the job would find it, but without weights."""
+"""Runs `nanoinfer run-batch --dry-run`: finds what a job has to do, as the job would, but without weights."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -121,7 +121,7 @@ def parse_sampling(body: dict[str, Any], others: Collection[str] = ()) -> dict[s
 
 
 def _served(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the fields that are known, if all others say what is so anyway. Raises RequestError if one does not."""
+    """Return the known fields, if all others ask for what happens in any case. Raises RequestError if one does not."""
     unknown, reasons, has_hints = [], [], True
     for name in sorted({*body}.difference(known), key=str):
         its = FOREIGN_FIELDS.get(name, "")

@@ -37,7 +37,7 @@ class BlockLayout:
         return cls.of_kv(num_local_kv_heads(config, tp), config.head_dim)
 
     def layer_cache(self, *tensors: Tensor) -> LayerCache:
-        """Return what the operations of a layer get. tensors: as `tensors` lists them, with a dimension of blocks."""
+        """Return the cache that a layer's operations take. tensors: as `tensors` lists them, with a dimension of blocks."""
         return LayerCache(*tensors)
 
     def tensors(self, block_size: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -47,7 +47,7 @@ class BlockLayout:
         return [*((shape, dtype) for shape in shapes), *scales]
 
     def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Return what a block takes, its scales included."""
+        """Return the bytes of a block, scales included."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.tensors(block_size, dtype))
 
     @property
@@ -56,7 +56,7 @@ class BlockLayout:
         return tuple(prod(sizes) for sizes in self.vectors)
 
     def times(self, other: "BlockLayout") -> int:
-        """Return how often all tensors of `other` fit into those here; 0 where something would be left."""
+        """Return how often all tensors of `other` fit into these; 0 if something would be left over."""
         factor = self.num_values[0] // other.num_values[0]
         return factor if self.num_values == tuple(factor * size for size in other.num_values) else 0
 

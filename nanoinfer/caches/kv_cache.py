@@ -1,4 +1,4 @@
-"""The KV cache on a device: a pool of pages, and what each layer sees of them."""
+"""Holds the KV cache on a device: a pool of pages, and each layer's view of it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def layer(self, place: LayerPlace) -> LayerCache:
-        """Return what a layer sees of the pages."""
+        """Return a layer's view of the pages."""
         return self._layers[place.table][place.layer]
 
     def copy_blocks(self, copies: Tensor) -> None:
@@ -71,7 +71,7 @@ class KVCache:
 
 
 def page_bytes(layout: KVCacheLayout, block_size: int, dtype: torch.dtype) -> int:
-    """Return what a page takes, scales included."""
+    """Return the bytes of a page, scales included."""
     return KVCache(layout, 1, block_size, dtype, torch.device("meta")).num_bytes
 
 

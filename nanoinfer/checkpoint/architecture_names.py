@@ -1,4 +1,4 @@
-"""What a config.json calls the class of its model: which architecture and head it means, and else what to do."""
+"""Reads which architecture and which head a config.json means by the class that it names, or says what to do."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path

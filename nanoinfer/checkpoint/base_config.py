@@ -134,7 +134,7 @@ class BaseModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Return whether tokens attend to all of a text, so that texts are computed whole and nothing is kept."""
+        """Return whether tokens attend to all of a text: texts are then computed whole, and nothing of them is kept."""
         return False
 
     @property
@@ -180,7 +180,7 @@ class BaseModelConfig:
         return index
 
     def windows_within(self, max_positions: int) -> tuple[int | None, ...]:
-        """Return the windows of the layers; one that no sequence of so many positions outgrows is none."""
+        """Return the windows of the layers; a window that no sequence of so many positions outgrows becomes None."""
         return tuple(window if window and window < max_positions else None for window in self.windows)
 
     def longest_sequence(self, requested: int | None) -> int:

@@ -100,7 +100,7 @@ class Fields:
         return value
 
     def layers(self, num_layers: builtins.int, kinds: Mapping[str, Kind]) -> tuple[Kind, ...] | None:
-        """Return for each layer what `layer_types` names for it; None where there is no such list."""
+        """Return what `layer_types` says of each layer; None if there is no such list."""
         types = self.get("layer_types")
         if types is None:
             return None

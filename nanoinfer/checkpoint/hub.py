@@ -90,7 +90,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a model; {} where there is none. Raises ModelError where it is no such file."""
+    """Read the object in a JSON file of a model; {} where there is none. Raises ModelError if it is not such a file."""
     content = _read_json(path, {})
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, not an object; download the file again")

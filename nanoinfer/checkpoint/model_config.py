@@ -62,7 +62,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Holds what differs between the layers of a model, by the names of the fields of ModelConfig that it replaces."""
+    """Holds the sizes of one layer where layers differ; its fields replace those of ModelConfig of the same names."""
 
     num_key_value_heads: int
     head_dim: int
@@ -74,7 +74,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Describes the embeddings that each layer has of its own, beside the one that goes through all layers."""
+    """Describes each layer's own embeddings, beside the one that goes through all layers."""
 
     vocab_size: int
     size: int  # of a layer's embedding
@@ -215,7 +215,7 @@ class ModelConfig(BaseModelConfig):
             yield replace(self, **asdict(layer))
 
     def _cut_blocks(self, size: int) -> str | None:
-        """Return which share of one of `size` ranks ends inside a group of values that have one scale, if any."""
+        """Return which share of a rank cuts a group of values with one scale, in words; None if none does. size: ranks."""
         quantization = self.quantization
         if quantization is None:
             return None

@@ -104,7 +104,7 @@ class PoolingConfig:
 
     @property
     def leaves_out_prompts(self) -> bool:
-        """Return whether the text alone is pooled, without what `prompts` puts before it."""
+        """Return whether the text alone is pooled, without the prompt before it."""
         return self.method in ("mean", "cls") and not self.includes_prompt
 
     def first_wanted(self, num_tokens: int) -> int:

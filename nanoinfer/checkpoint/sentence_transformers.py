@@ -56,7 +56,7 @@ def choose_head(head: HeadConfig | None, runner: str, folder: Path) -> HeadConfi
 
 
 def read_pooling(folder: Path, head: HeadConfig | None, hidden_size: int, is_encoder: bool) -> PoolingConfig:
-    """Read from a model's folder what becomes of its hidden states. Raises ModelError for what is not supported."""
+    """Read how a model's folder says to pool hidden states. Raises ModelError if that is not supported."""
     own, has_modules = _read(folder / "config_sentence_transformers.json"), (folder / "modules.json").exists()
     fields = {
         **_read_transformer(folder, has_modules or (head is not None and head.activation is not None)),
@@ -137,7 +137,7 @@ def _read_modules(folder: Path, own: Fields, size: int) -> dict[str, Any]:
 
 
 def _activation_of_classes(own: Fields, labels: tuple[str, ...], head: HeadConfig | None = None) -> str:
-    """Return what makes probabilities of logits. own: what config_sentence_transformers.json has."""
+    """Return the name of the class that makes probabilities of logits. own: config_sentence_transformers.json."""
     if own.get("activation_fn") is not None:
         return activation_name(own.get("activation_fn"), own.source)
     if head is not None and head.activation is not None:
@@ -178,7 +178,7 @@ def _read_dense(settings: Fields, size: int) -> DenseConfig:
 
 
 def _read_prompts(own: Fields) -> dict[str, Any]:
-    """Read what texts may begin with."""
+    """Read the prompts that texts may begin with."""
     prompts, default = own.get("prompts") or {}, own.get("default_prompt_name")
     if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
         raise own.error("prompts", "texts by name")

@@ -44,7 +44,7 @@ class CheckpointNames(Protocol):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embedding, and both names are of one place."""
+        """Whether the head is the embedding, so that both names mean one place."""
 
     def untie(self) -> None:
         """Make two places of them."""

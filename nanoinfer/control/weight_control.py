@@ -1,4 +1,4 @@
-"""What a trainer does to an engine between rounds of sampling: give it new weights, and take its memory for a while."""
+"""Lets a trainer give an engine new weights between rounds of sampling, and take its memory for a while."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
@@ -47,7 +47,7 @@ class Control(ABC):
             self._wake_up(wanted)
 
     def _check_idle(self, call: str) -> None:
-        """Raise EngineStateError where requests are unfinished, once those that were aborted have ended."""
+        """Raise EngineStateError if requests are unfinished after aborted ones have ended."""
         self._engine.check_open(is_for_steps=False)
         if count := self._engine.settle():
             raise EngineStateError(f"{call} while {count} requests are unfinished; finish them first, or abort them")
@@ -114,13 +114,13 @@ class WeightControl(Control):
 
 
 def check_pair(pair: Any) -> None:
-    """Raise ModelError for what is no pair."""
+    """Raise ModelError for anything that is not a pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ModelError(f"named_tensors has {pair!r:.100} in place of a pair; give {PAIRS}")
 
 
 def checked_tags(tags: Any) -> set[str]:
-    """Return what is to wake up; None is all. Raises ConfigError for a tag that is not known."""
+    """Return the tags to wake up; None means all. Raises ConfigError for an unknown tag."""
     if tags is None:
         return {*SLEEP_TAGS}
     if isinstance(tags, str) or not isinstance(tags, Collection) or not tags:

@@ -132,7 +132,7 @@ class ParallelRunner:
             self._writer.send(pack_command(Command.READ_ADAPTER, *str(folder.absolute()).encode()))
 
     def read_adapter(self, folder: Path) -> Any:
-        """Return what rank 0 keeps of an adapter. Raises ModelError for one that cannot be served."""
+        """Return rank 0's share of an adapter. Raises ModelError for one that cannot be served."""
         return self._runner.read_adapter(folder)
 
     def keep_adapter(self, number: int, folder: Path, matrices: Any) -> None:

@@ -34,7 +34,7 @@ PASSED = b"+"
 
 
 class Failure(NamedTuple):
-    """Says how a worker has ended, and what it reported of that."""
+    """Says how a worker has ended, and what it reported about that."""
 
     ended: str  # such as "rank 1 of tensor_parallel_size=2 was ended by SIGKILL"
     details: str = ""  # its traceback, if there is one

@@ -212,7 +212,7 @@ class AllRanksWeights:
 
 
 def _receive(reader: RingReader, tp: TensorParallel, tensor: Tensor) -> Tensor:
-    """Receive a tensor from rank 0 into this one, and return it."""
+    """Receive rank 0's tensor into this one, and return it."""
     values = tensor.view(-1).view(torch.uint8)
     if tensor.is_cuda:
         tp.broadcast(values)

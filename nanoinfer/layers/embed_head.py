@@ -47,7 +47,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
 
 class NoHead(ParallelLMHead):
-    """Stands where a model has no language-model head: its logits are of no token."""
+    """Stands for the language-model head of a model without one: it has logits of no token."""
 
     def __init__(self, _vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__(0, hidden_size, TensorParallel())

@@ -114,7 +114,7 @@ class GatedNorm(nn.Module):
 
 
 class JoinedProjection(NamedTuple):
-    """Computes both input products as one, which is a launch less. linear: a copy, no part of the model."""
+    """Computes both input products as one, which saves a launch. linear: a copy, no part of the model."""
 
     linear: LinearAttentionProjection
     num_first: int  # outputs of the first product
@@ -168,7 +168,7 @@ class GatedDeltaNet(nn.Module):
         param.copy_(self.tp.shard(full, 0))
 
     def project(self, hidden: Activations) -> tuple[Tensor, Tensor]:
-        """Return what the two input products do, each (num_tokens, size); a line may be longer than what it holds."""
+        """Return the two input products, each (num_tokens, size); a line may be longer than its values."""
         if self.joined is not None and len(hidden) <= MAX_SPLIT_K_TOKENS and self._are_plain():
             both = self.joined.linear(hidden)
             return both[:, : self.joined.num_first], both[:, self.joined.num_first :]

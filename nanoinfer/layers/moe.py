@@ -86,7 +86,7 @@ class BiasedRouter(Router):
 
 
 class WideRouter(Router):
-    """Has its logits in float32, as some models are trained."""
+    """Computes its logits in float32, as some models are trained."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         if hidden.is_cuda and hidden.dtype != torch.float32:

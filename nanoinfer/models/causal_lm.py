@@ -1,4 +1,4 @@
-"""A decoder and its head: the class that architectures are subclasses of."""
+"""Holds a decoder and its head: the class that architectures are subclasses of."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -83,7 +83,7 @@ class DecoderForCausalLM(NativeModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def add_towers(self, parts: Mapping[str, nn.Module]) -> None:
-        """Make what sees images a part of the model, whose weights are updated and sleep with the others."""
+        """Make the towers for images a part of the model, whose weights are updated and sleep with the others."""
         self.towers = nn.ModuleDict(parts)
         unneeded = tuple(prefix for prefix in self.unused_prefixes if prefix not in TOWERS)
         self.unused_prefixes = unneeded  # type: ignore[misc]
@@ -121,7 +121,7 @@ class DecoderForCausalLM(NativeModel):
         return ".".join((*path, packed, kind)), shard
 
     def checkpoint_name(self, place: tuple[str, str | None]) -> str:
-        """Return the name of a tensor that fills a place: what `locate` finds the place of."""
+        """Return the checkpoint's name of the tensor that fills a place: the inverse of `locate`."""
         name, shard = place
         if name.startswith("towers."):
             return name.replace("towers.", "model.", 1)
@@ -138,7 +138,7 @@ class DecoderForCausalLM(NativeModel):
         return ".".join(given_names.get(part, part) for part in (*path, packed, kind))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """Scale and cap what the head's product has, (num_rows, size), in its place."""
+        """Scale and cap the output of the head's product, (num_rows, size), in place."""
         if self.logits_scaling != 1:
             logits.div_(self.logits_scaling)
         return logits if self.logits_soft_cap is None else cap_logits(logits, self.logits_soft_cap)

@@ -29,7 +29,7 @@ ONE_SET = "one set of numbers for all layers is supported"
 
 
 def number(name: str) -> Reader:
-    """Return what reads a positive number."""
+    """Return a function that reads a positive number."""
     return partial(Fields.float, name=name)
 
 
@@ -44,7 +44,7 @@ def read_num_kv_heads(fields: Fields) -> int:
 
 
 def for_all_layers(value: Any) -> Reader:
-    """Return what gives each layer the same value."""
+    """Return a function that gives each layer the same value."""
     return lambda fields: (value,) * fields.int("num_hidden_layers")
 
 

@@ -1,4 +1,4 @@
-"""How an architecture differs from the common decoder, and what its layers are made of."""
+"""Says how an architecture differs from the common decoder, and what its layers are made of."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
@@ -41,7 +41,7 @@ WAYS_OF_PRODUCTS: Mapping[ProductKind, Set[Way]] = {
 
 
 class Mixer(Protocol):
-    """Says what a layer asks of its attention, of whichever kind: of `DecoderAttention`, say, or linear attention."""
+    """Types what a layer calls on its attention of any kind, such as `DecoderAttention` or linear attention."""
 
     @property
     def input_format(self) -> RowFormat | None:
@@ -104,7 +104,7 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSetup:
-    """Holds what all layers of a decoder are made by."""
+    """Holds the arguments that all layers of a decoder are made with."""
 
     config: ModelConfig
     spec: DecoderSpec

@@ -58,7 +58,7 @@ def whole(sum_of_ranks: PartialSum) -> Tensor:
 
 
 class EncoderAttention(nn.Module):
-    """Attends from all tokens of a text to all others, or to those within a window to either side."""
+    """Attends from all tokens of a text to all others, or to the others within a window to either side."""
 
     def __init__(
         self,

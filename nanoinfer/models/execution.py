@@ -141,7 +141,7 @@ def sizes_to_measure(max_step_tokens: int, tp: TensorParallel) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillGraphs:
-    """Holds what computes the prefill steps that have CUDA graphs: small ones, and the largest if it has slices."""
+    """Holds the CUDA graphs of prefill steps: of small ones, and of the largest if it has slices."""
 
     small: SmallPrefillGraphs | None = None
     largest: SlicedPrefillGraphs | None = None
@@ -158,7 +158,7 @@ class PrefillGraphs:
         return cls(small_prefill_graphs(decoder, max_step_tokens, only_pools), largest)
 
     def choose(self, num_tokens: int, num_chunks: int) -> Callable[[ForwardStep], Tensor] | None:
-        """Return what computes a step of so many tokens by graphs; None if the model is to compute it."""
+        """Return a function that computes a step of so many tokens by graphs; None if no graph serves it."""
         if self.small is not None and self.small.serves(num_tokens, num_chunks):
             return self.small
         return self.largest if self.largest is not None and num_tokens == self.largest.num_tokens else None

@@ -1,4 +1,4 @@
-"""A forward pass as data: one record that the runner makes, and that goes through the model and all of its layers."""
+"""Describes a forward pass as one record, which the runner makes and which goes through the model's layers."""
 
 from dataclasses import dataclass
 
@@ -36,5 +36,5 @@ class ForwardStep:
 
     @property
     def attention(self) -> Metadata:
-        """The metadata by the first block table, where all that matters are the lengths or what kind of step it is."""
+        """The metadata of the first block table, for readers of lengths and of the kind of step."""
         return self.metadata[0]

@@ -1,4 +1,4 @@
-"""What models and the runner tell each other of images: what an encoder reads and makes, and a step has of them."""
+"""Types what models and the runner exchange about images: inputs and embeddings, and what a step has of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class ImageContent:
 
 
 class ImageEncoder(Protocol):
-    """Makes what a language model reads in the places of images."""
+    """Makes the embeddings that a language model reads in the places of images."""
 
     @property
     def sight(self) -> ImageSight: ...
@@ -60,7 +60,7 @@ class ImageEncoder(Protocol):
         """Whether tokens have positions of time, height and width (M-RoPE, Qwen2-VL)."""
 
     def encode(self, images: Sequence[ImageContent]) -> list[Tensor]:
-        """Return what is read in the place of each image, (1 + num_levels, num_tokens, hidden_size)."""
+        """Return the embeddings of each image, (1 + num_levels, num_tokens, hidden_size)."""
 
     @property
     def num_levels(self) -> int:
@@ -73,7 +73,7 @@ class ImageEncoder(Protocol):
         """Return whether two images can be encoded in one call."""
 
     def rotary(self, positions: Tensor) -> StepRotary | None:
-        """Return what layers of our own rotate by at these positions, (3, num_tokens); None for other layers."""
+        """Return the cosines and sines of our own layers at these positions, (3, num_tokens); None for other layers."""
 
     def positions(self, token_ids: Sequence[int], images: Sequence[ImageContent]) -> Tensor:
         """Return the positions of a prompt with these images, (3, num_tokens) int64 on the host."""
@@ -137,5 +137,5 @@ class StepImages:
         return embeddings.index_copy(0, self.places, self.rows[0].to(embeddings.dtype))
 
     def add_level(self, level: int, hidden: Tensor) -> Tensor:
-        """Return hidden states (num_tokens, hidden_size) after layer `level`, with what is added there."""
+        """Return hidden states (num_tokens, hidden_size) after layer `level`, with the images' rows added."""
         return hidden.index_add(0, self.places, self.rows[1 + level].to(hidden.dtype))

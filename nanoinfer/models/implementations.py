@@ -1,4 +1,4 @@
-"""Whose layers a model has: our own where we wrote them, else transformers'. Nobody else asks which."""
+"""Chooses whose layers a model has: our own where we wrote them, else transformers'. Nothing else asks which."""
 
 import logging
 from importlib import metadata
@@ -93,12 +93,12 @@ def make_on_meta(
 
 
 def weight_bytes(model: Any) -> int:
-    """Return what the weights of a model take. model: an nn.Module, as all models are."""
+    """Return the bytes of a model's weights. model: an nn.Module, as all models are."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def bytes_in_4_bits(model: Any, config: BaseModelConfig) -> int | None:
-    """Return what the weights of a model would take with quantization="int4"; None where that is not for them."""
+    """Return the bytes of a model's weights with quantization="int4"; None if that is not for them."""
     if not isinstance(config, ModelConfig) or config.quantization is not None:
         return None
     try:

@@ -48,11 +48,11 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def normalise_input(self, stream: ResidualStream) -> None:
-        """Normalise what attention reads."""
+        """Normalise the input of attention."""
 
     @abstractmethod
     def project(self, stream: ResidualStream) -> Any:
-        """Return queries, keys and values, (num_tokens, size), or what else `attend` takes."""
+        """Return queries, keys and values, (num_tokens, size), or whatever `attend` takes."""
 
     @abstractmethod
     def attend(self, projected: Any, step: ForwardStep) -> Tensor:
@@ -64,7 +64,7 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def normalise_sum(self, stream: ResidualStream) -> None:
-        """Normalise what the MLP reads."""
+        """Normalise the input of the MLP."""
 
     @abstractmethod
     def add_mlp(
@@ -87,7 +87,7 @@ class LayerStack(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, step: ForwardStep) -> Tensor:
-        """Return what the first layer reads, (num_tokens, hidden_size)."""
+        """Return the input of the first layer, (num_tokens, hidden_size)."""
 
     @abstractmethod
     def finish(self, stream: ResidualStream) -> Tensor:

@@ -14,7 +14,7 @@ from nanoinfer.models.mistral import MixtralForCausalLM
 
 
 class MiniMaxM2Experts(SparseMoE):
-    """Has the router's bias beside the router, as checkpoints do."""
+    """Holds the router's bias beside the router, as checkpoints do."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig, tp: TensorParallel) -> None:
         super().__init__(hidden_size, moe, tp, router=SigmoidRouter)

@@ -66,7 +66,7 @@ class NativeModel(nn.Module):
         return self.finish_logits(F.linear(hidden.float(), weights.float()))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
-        """Turn what the head's product has, (num_rows, size), into logits, in its place."""
+        """Turn the output of the head's product, (num_rows, size), into logits, in place."""
         return logits
 
     def forward_with_hidden_states(self, step: ForwardStep, layers: Set[int]) -> tuple[Tensor, dict[int, Tensor]]:

@@ -101,7 +101,7 @@ class PieceGraphs:
 
 
 def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
-    """Compute what comes before each attention, and then what comes after the last, as the model's `forward` does."""
+    """Compute the piece before each attention, and the piece after the last one, as the model's `forward` does."""
     stream = ResidualStream(buffers.rows)
     for layer in decoder.layers:
         layer.normalise_input(stream)

@@ -52,7 +52,7 @@ class SlicedPrefillGraphs:
 
 
 def _joined(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
-    """Compute the pieces. Where one fails, streams are joined, or the end of the capture would fail and hide why."""
+    """Compute the pieces. If one fails, join the streams, or the capture would fail at its end and hide the reason."""
     try:
         yield from _pieces(decoder, buffers)
     except Exception:
@@ -163,7 +163,7 @@ class Slice(ResidualStream):
         return rows if self._out_format is None else quantize_rows(rows, self._out_format)
 
     def write_result(self) -> None:
-        """Write what the last norm has made where the result of the step is to be."""
+        """Write the output of the last norm to its place in the result of the step."""
         self._rows.copy_(self._exchange.gathered(self._index, len(self._rows)))
 
     def _own(self, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class Slice(ResidualStream):
 
 
 class PlainExchange:
-    """Does on a CPU what `CopyEngines` does. After its all-reduce no terms of others are left to add."""
+    """Does the work of `CopyEngines` on a CPU. After its all-reduce no terms of other ranks are left to add."""
 
     def __init__(self, tp: TensorParallel, rows: Tensor) -> None:
         self._tp, self._like = tp, rows

@@ -137,7 +137,7 @@ class HiddenStatesReader:
 def raising_errors(
     wanted: HiddenStatesOptions | None, show: Callable[[int], object]
 ) -> Iterator[Callable[[int], object]]:
-    """Give what a call is to do after each step: show how far it is, or raise what a callback of its own has raised."""
+    """Give what a call does after each step: show its progress, or raise the error of its own callback."""
     if wanted is None:
         yield show
         return

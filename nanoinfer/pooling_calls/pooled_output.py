@@ -134,7 +134,7 @@ class PooledReward(PooledClasses):
 
 
 def activate(logits: Values, activation: str) -> Values:
-    """Return what a class of torch.nn makes of logits, such as probabilities over their last dimension."""
+    """Apply a class of torch.nn to logits, such as a softmax over their last dimension."""
     layer = nn.Softmax(-1) if activation == "Softmax" else getattr(nn, activation)()
     values: Values = layer(torch.tensor(logits)).numpy()
     return values

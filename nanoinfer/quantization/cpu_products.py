@@ -40,7 +40,7 @@ class Prepacked(ABC, Generic[P]):
 
     @abstractmethod
     def _values(self, packed: P) -> Tensor:
-        """Return what was packed."""
+        """Return the plain weight of a packed one."""
 
     def prepacked(self) -> P:
         """Return the weight in its other form."""

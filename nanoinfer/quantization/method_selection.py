@@ -175,7 +175,7 @@ def quantize_layer(layer: nn.Module, name: str, config: QuantizationConfig | Non
 
 
 def log_widening(config: QuantizationConfig | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Log what makes weights in fewer bits slow: a device without products in FP8, or float32 on a CPU."""
+    """Log why weights in fewer bits are slow: the device has no products in FP8, or a CPU computes in float32."""
     if isinstance(config, Fp8Config) and not has_fp8_products(device):
         logger.info("%s has no FP8 products: weights are held in FP8, and widened for each product", device)
     if isinstance(config, Int4Config | Int8Config) and device.type == "cpu" and dtype == torch.float32:

@@ -128,7 +128,7 @@ def as_message(contents: list[str], reasonings: list[str], tool_calls: list[Mess
 
 
 def begin(family: Family, before: str | None) -> Splitter:
-    """Return a splitter for the answer that follows a prompt. It has read what of the answer stands in the prompt."""
+    """Return a splitter for the answer that follows a prompt. It has read the part of the answer in the prompt."""
     if family.calls is None:
         splitter: Splitter = HarmonySplitter(family)
     else:

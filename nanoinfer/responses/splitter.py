@@ -40,7 +40,7 @@ class Splitter:
         self.end = 0  # where the answer ends, and marks follow that end a turn; known once closed
 
     def feed(self, text: str) -> None:
-        """Add what comes next."""
+        """Add the next text."""
         self.text += text
         self._scan(is_final=False)
 

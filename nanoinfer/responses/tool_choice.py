@@ -15,7 +15,7 @@ EXAMPLE = '{"type": "function", "function": {"name": ...}}'
 
 
 def chosen(tool_choice: Any, tools: Sequence[Any] | None) -> dict[str, Mapping[str, Any]] | None:
-    """Return the schemas of the tools of which one must be called, by name; None where the model decides.
+    """Return the schemas of the tools, one of which must be called, by name; None if the model decides.
 
     Raises RequestError for what is no choice, and for a tool that is not there.
     """

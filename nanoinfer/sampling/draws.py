@@ -38,7 +38,7 @@ class Draws:
         self.num_counted, self._tp = num_counted, tp
 
     def lines(self, rows: Tensor, host_rows: list[int], proposals: Proposals) -> Lines:
-        """Return the lines of a step with proposals. rows, host_rows: those of the step."""
+        """Return the lines of a step with proposals. rows, host_rows: of the step, on the device and on the host."""
         temperatures, seeds, _, context_lens = self._tables
         num_tokens = proposals.num_tokens
         tables = line_tables(rows, proposals.num_row_tokens, num_tokens, temperatures, seeds, context_lens)
@@ -50,7 +50,7 @@ class Draws:
         return Lines(range(len(host_rows)), host_rows, rows, context_lens, num_tokens, tables)
 
     def from_logits(self, logits: Tensor, lowest: Tensor | None, lines: Lines) -> Tensor:
-        """Draw from logits of the whole vocabulary, none that is below the lowest of its line: (num_lines,) int32."""
+        """Draw from logits of the whole vocabulary, but none below the lowest of its line: (num_lines,) int32."""
         if lines.tables is None:
             return sample_and_append(logits, lowest, lines.rows, *self._tables)
         return sample_at(logits, lowest, *lines.tables)

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p: a threshold for the logits of each row that asks for one."""
+"""Applies top_k, top_p and min_p: a threshold for the logits of each row that asks for one."""
 
 from collections.abc import Collection, Sequence
 from typing import ClassVar

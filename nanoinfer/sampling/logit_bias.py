@@ -1,4 +1,4 @@
-"""logit_bias: adds what the user wants to the logits of some tokens."""
+"""Applies logit_bias: adds the user's numbers to the logits of some tokens."""
 
 from typing import ClassVar
 

@@ -48,7 +48,7 @@ class Lines:
         return Lines(indices, host_rows, self.rows[on_device], self.context_lens, self.num_tokens, tables)
 
     def without(self, on_device: Tensor) -> "Lines":
-        """Return the same lines, some of which, by their indices, the draw is to skip."""
+        """Return the same lines, but have the draw skip those at these indices."""
         if self.tables is None:
             return replace(self, rows=self.rows.index_fill(0, on_device, -1))
         return replace(self, tables=self.tables._replace(rows=self.tables.rows.index_fill(0, on_device, -1)))

@@ -38,7 +38,7 @@ class LogprobsTensors(NamedTuple):
         return LogprobsTensors(*(part.to("cpu", non_blocking=True) for part in self))
 
     def to_positions(self) -> list[PositionLogprobs]:
-        """Return what is known of each position; on a host copy that is complete."""
+        """Return the numbers of each position, from a host copy that is complete."""
         return list(map(PositionLogprobs, *(part.tolist() for part in self)))
 
 

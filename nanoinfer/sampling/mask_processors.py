@@ -99,7 +99,7 @@ class UserFunctions(LineProcessor):
 
 
 class TokenSets(LineProcessor):
-    """Forbids what allowed_token_ids and bad_words leave out. by_line: which of the masks."""
+    """Forbids the tokens that allowed_token_ids and bad_words leave out. by_line: which of the masks."""
 
     def __init__(self, masks: RowMasks | None, sender: MaskSender) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class TokenSets(LineProcessor):
 
 
 class Grammars(TokenSets):
-    """Forbids what grammars forbid, of most lines in place."""
+    """Forbids the tokens that grammars forbid, in place for most lines."""
 
     def forbid_in_place(self, logits: Tensor, first_id: int, spared: set[int]) -> None:
         """Forbid it in the logits of all lines, (num_lines, vocab shard), from id `first_id` on.

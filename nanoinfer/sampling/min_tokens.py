@@ -1,4 +1,4 @@
-"""min_tokens: no stop token is drawn before a sequence has generated so many tokens."""
+"""Applies min_tokens: no stop token is drawn before a sequence has generated so many tokens."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""What is remembered of the rows that ask for something beyond temperature and seed."""
+"""Remembers what rows ask for beyond temperature and seed."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
@@ -40,7 +40,7 @@ class RowState:
 
 
 def admit_rows(states: Iterable[RowState], on_host: AllSections) -> None:
-    """Have all of these remember what the newly admitted rows of a packet ask for, in place of what was before."""
+    """Have all states remember what newly admitted rows ask for, and forget what these rows asked for before."""
     asking = read_admitted_rows(on_host)
     admitted: list[int] = []
     for state in states:
@@ -52,7 +52,7 @@ def admit_rows(states: Iterable[RowState], on_host: AllSections) -> None:
 
 
 def values_to_device(rows: Sequence[AdmittedRow], names: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Start a copy of the values of options that are numbers, of rows of which some ask for them.
+    """Start a copy to the device of the values of numeric options, for rows that ask for at least one of them.
 
     Returns the rows (num_rows,) int64, and the values (num_rows, num_names) float32.
     """

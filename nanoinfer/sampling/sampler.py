@@ -158,7 +158,7 @@ class Sampler:
         return bool(self._prompt_logprobs.by_row)
 
     def copies(self, host_rows: list[int]) -> bool:
-        """Return whether logits of any of these rows are changed, or read whole, beside masks."""
+        """Return whether the logits of any of these rows are copied for other reasons than masks."""
         return not set().union(*self._copied_rows).isdisjoint(host_rows)
 
     def read_prompts(self, model: Model, hidden: Tensor, chunks: list[list[int]]) -> list[SideOutput]:

@@ -44,7 +44,7 @@ class AttentionSpec:
 
 
 class Backend(Protocol):
-    """Says what steps must know of the attention of some layers, whatever these keep in the cache and compute."""
+    """Types what steps ask of the attention of some layers, whatever these compute and keep in the cache."""
 
     name: str
     needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
@@ -53,7 +53,7 @@ class Backend(Protocol):
     max_prefix_sharers: int = 0
 
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
-        """Return `metadata` with what this backend prepares once for all layers of the step; by default nothing."""
+        """Return `metadata` with the plan that this backend makes once for all layers of the step; by default none."""
         return metadata
 
 

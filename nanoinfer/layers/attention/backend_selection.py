@@ -48,7 +48,7 @@ class AttentionBackends:
         self._places: dict[tuple[int, Hashable], LayerPlace] = {}  # of a layer, by block table and spec
 
     def for_layer(self, spec: AttentionSpec, place: LayerPlace) -> AttentionBackend:
-        """Return the backend of layers like this one. Raises ConfigError where none can serve, with the reason."""
+        """Return the backend of layers like this one. Raises ConfigError with the reason if none can serve them."""
 
         def select() -> AttentionBackend:
             backend = self.select(replace(spec, chunk=None))
@@ -67,7 +67,7 @@ class AttentionBackends:
         return cast(BackendT, self._backends[spec])
 
     def plan(self, metadata: MetadataT, cache: KVCache, table: int) -> MetadataT:
-        """Return the metadata of a block table with what backends prepare for the table's layers."""
+        """Return the metadata of a block table with the plans of the backends of the table's layers."""
         for (its_table, spec), place in self._places.items():
             if its_table == table:
                 metadata = self._backends[spec].plan(metadata, cache.layer(place))
@@ -167,7 +167,7 @@ class AttentionBackends:
         return None
 
     def _obstacle_of_flash_attn(self, spec: AttentionSpec) -> str | None:
-        """Return what flash-attn lacks that our own kernels have; None where it serves."""
+        """Return what flash-attn lacks for these layers; None if it serves them."""
         if spec.has_sinks:
             return "has no attention sinks, and the model has; leave attention_backend out"
         if spec.soft_cap is not None:

@@ -51,7 +51,7 @@ class ChunkedBackend(AttentionBackend):
         return self._backend.decode(q, cache, metadata.plans[self.spec], sinks)
 
     def _cut_prefill(self, metadata: PrefillMetadata) -> PrefillMetadata:
-        """Return a step in which each part of a prompt that lies in one chunk is computed for itself."""
+        """Return a step in which each part of a prompt within one chunk is computed by itself."""
         parts = []  # (row of the block tables, first position of the chunk, queries, context) of each part
         for row, (query_len, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
             start = context_len - query_len

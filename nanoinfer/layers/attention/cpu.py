@@ -1,4 +1,4 @@
-"""The backend on a CPU: PyTorch's attention in few calls a layer, and what layers share found out once a step."""
+"""Computes attention on a CPU by PyTorch, in few calls a layer, and plans once a step what all layers share."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -52,13 +52,13 @@ def probing_masks(model: PreTrainedModel, handler: MaskHandler) -> Iterator[None
 
 
 def name_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention function of a model's text part; what sees or hears keeps transformers' own."""
+    """Set the attention function of a model's text part; towers for images or sound keep transformers' own."""
     for config in _text_configs(model):
         config._attn_implementation_internal = name
 
 
 def name_attention_of_towers(model: PreTrainedModel) -> None:
-    """Let what sees or hears compute its attention as `tower_attention.py` does, by PyTorch's function, or eagerly."""
+    """Let towers compute their attention as `tower_attention.py` does, by PyTorch's function, or eagerly."""
     texts = {id(config) for config in _text_configs(model)}
     for part in model.modules():
         config: Any = getattr(part, "config", None)

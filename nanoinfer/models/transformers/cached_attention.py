@@ -1,4 +1,4 @@
-"""The attention calls of a model of transformers, each over its part of the paged cache."""
+"""Computes the attention calls of a model of transformers, each over its part of the paged cache."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +54,7 @@ class CachedAttention:
 
 
 def attend_in_order(attentions: Sequence[CachedAttention], step: ForwardStep) -> Attend:
-    """Return what computes the attention calls of one step, in order."""
+    """Return a function that computes the attention calls of one step, in order."""
     calls = iter(attentions)
     return lambda *tensors: next(calls)(step, *tensors)
 
@@ -75,7 +75,7 @@ def by_tokens(attend: Attend) -> AttentionHandler:
 def cached_attentions(
     config: TransformersConfig, max_positions: int, backends: AttentionBackends
 ) -> list[CachedAttention]:
-    """Return what computes each attention call of a step. max_positions: the longest sequence."""
+    """Return the attentions that compute the calls of a step, in order. max_positions: the longest sequence."""
     windows, places = config.windows_within(max_positions), backends.places
     attentions = []
     for call, window, place in zip(config.calls, windows, places, strict=True):

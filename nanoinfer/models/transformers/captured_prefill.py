@@ -136,7 +136,7 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
         return None if torch.equal(found, expected) else "its captured step gives other hidden states"
 
     def _run(self, size: int, compute: Callable[[KeptCall], None]) -> Tensor:
-        """Run what lies in the inputs; return hidden states (size, hidden_size). compute: does what attention does."""
+        """Run the step in the inputs; return hidden states (size, hidden_size). compute: computes an attention call."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             call = KeptCall(
@@ -154,7 +154,7 @@ class TransformersPrefillGraphs(SmallPrefillGraphs):
         return hidden
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that has zeros at first, so that padding holds numbers from the first step on."""
+        """Return memory filled with zeros, so that padding holds numbers from the first step on."""
         size, *others = shape
         key = name, *others, dtype
         if key not in self._buffers:

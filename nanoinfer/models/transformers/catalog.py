@@ -1,4 +1,4 @@
-"""Which classes of the installed transformers run by its layers: by their names, without an import of any."""
+"""Finds which classes of the installed transformers run by its layers, by their names, without importing any."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -111,7 +111,7 @@ def _why_not_equal(model: SplitModel, layers: Layers, expected: list[Outputs]) -
 
 
 def kind_of(layer: nn.Module, calls: tuple[AttentionCall, ...]) -> Hashable:
-    """Return what layers that share a compiled function have in common."""
+    """Return the key of layers that share a compiled function."""
     return type(layer), calls, tuple((name, tuple(param.shape)) for name, param in layer.named_parameters())
 
 

@@ -81,7 +81,7 @@ def _embed_patches(module: nn.Conv2d | nn.Conv3d, original: Callable[[Tensor], T
 
 
 def _rotate(original: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate what a layer has just computed, and read nowhere else: in place."""
+    """Rotate queries and keys in place: a layer has just computed them, and nothing else reads them."""
     if q.dim() != 3 or cos.dim() != 2 or q.shape != k.shape or q.stride() != k.stride():
         return original(q, k, cos, sin)
     rotate_halves(q, k, cos.contiguous(), sin.contiguous())

@@ -158,6 +158,6 @@ def _run_alone(model: SplitModel, token_ids: Sequence[int], positions: Sequence[
 
 
 def attend_alone(_module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Return what a token makes of itself, so that its query and its key show too."""
+    """Return the value of each token alone, changed so that its query and its key show too."""
     size = query.mean(-1).mean(1) + key.mean(-1).mean(1)  # (1, num_tokens)
     return seen_alone(query, value) + size[:, :, None, None].to(value.dtype)

@@ -41,7 +41,7 @@ class LanguageModelReached(Exception):  # noqa: N818
 
 
 class Inputs(NamedTuple):
-    """Describes what a model may read of images: shapes of tensors, and sizes that are told with them, by name."""
+    """Describes inputs that a model may take for images, by name: shapes of tensors, and sizes that come with them."""
 
     shapes: Mapping[str, tuple[int, ...]]
     sizes: Mapping[str, list[Any]]
@@ -150,7 +150,7 @@ class TransformersImageEncoder:
         raise ModelError(f"what {self._name} reads of images is not known ({'; '.join(errors)})")
 
     def _largest_inputs(self, num_values: int) -> Iterator[Inputs]:
-        """Yield what the model may read: patches of one large image, of several with their places, or squares."""
+        """Yield inputs that a model may take: patches of one large image, of several with places, or squares."""
         size, patch = (_first(getattr(self._vision, name, None)) for name in ("image_size", "patch_size"))
         if "image_grid_thw" in self._options and patch is not None:
             depth = getattr(self._vision, "temporal_patch_size", None) or 1
@@ -183,7 +183,7 @@ class TransformersImageEncoder:
     def _capture(
         self, token_ids: Sequence[int], tensors: Sequence[Mapping[str, Tensor]], positions: Tensor | None = None
     ) -> dict[str, Any]:
-        """Run the model up to its language model; return what that is called with. tensors: inputs of each image."""
+        """Run the model up to its language model; return the arguments of that call. tensors: inputs of each image."""
         device = self._model.device
         ids = torch.tensor([[*token_ids]], device="cpu")
         inputs = joined(tensors, self._placed)
@@ -213,7 +213,7 @@ class TransformersImageEncoder:
         return seen
 
     def _check_language_model(self, text: Any) -> None:
-        """Raise ModelError for a text part that reads images in another way than we do. text: its config."""
+        """Raise ModelError if the text part reads images in another way than ours. text: its config."""
         token_types = [name for name in self._options if name.endswith("token_type_ids") and name not in TOKEN_TYPES]
         sections = (getattr(text, "rope_parameters", None) or {}).get("mrope_section")
         if token_types:
@@ -250,7 +250,7 @@ class TransformersImageEncoder:
         return {name: (ids == self.image_token_id).long() for name in TOKEN_TYPES if name in self._options}
 
     def _find_sight(self) -> ImageSight:
-        """Return which other tokens those of an image see. Raises ModelError for what is not supported."""
+        """Return which other tokens the tokens of an image see. Raises ModelError if that is not supported."""
         kinds = {kind for kind, _ in self._masks(0)}
         if len(kinds) <= 1 and None not in kinds:
             return next(iter(kinds), None) or ImageSight.CAUSAL
@@ -299,7 +299,7 @@ def image_token_id(config: Any) -> int:
 
 
 def _first(size: Any) -> int | None:
-    """Return the number of a field that may have one for each side."""
+    """Return the number in a field that may hold one number for each side."""
     return size[0] if isinstance(size, (list, tuple)) else size
 
 

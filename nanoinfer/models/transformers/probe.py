@@ -228,7 +228,7 @@ HOST_READS: Mapping[Any, Callable[..., Any]] = {
 
 
 def seen_alone(query: Tensor, value: Tensor) -> Tensor:
-    """Return attention's output where each token sees itself alone: its value, for each query head."""
+    """Return the output of attention in which each token sees only itself: its value, for each query head."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
 

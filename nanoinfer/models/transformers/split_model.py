@@ -1,4 +1,4 @@
-"""A model of transformers in two halves: its layers, and what its own head makes of hidden states."""
+"""Splits a model of transformers in two: its layers, and its own head, which reads hidden states."""
 
 import inspect
 from typing import Any
@@ -42,7 +42,7 @@ class SplitModel:
         return self.layers(input_ids=token_ids[None].long(), position_ids=positions, **{"use_cache": False, **options})
 
     def run_with_images(self, token_ids: Tensor, positions: Tensor, images: StepImages, **options: Any) -> Any:
-        """Return what the language model within the layers returns of a step with images."""
+        """Return the output of the language model within the layers for a step with images."""
         language_model: Any = text_part(self.model)
         ids = token_ids.long().index_fill(0, images.places, 0)  # the image token may have no embedding
         embeddings = images.merge(language_model.get_input_embeddings()(ids))

@@ -103,7 +103,7 @@ def count_patches(layer: nn.Module, q: Tensor, segments: Segments) -> bool:
 
 
 def _attend_in_batch(q: Tensor, k: Tensor, v: Tensor, num_segments: int, scale: float | None) -> Tensor:
-    """Compute attention within segments of one length, by cuDNN where it can."""
+    """Compute attention within segments of one length, by cuDNN if it can."""
     q, k, v = (x.unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(BACKENDS, set_priority=True):
         heads = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)

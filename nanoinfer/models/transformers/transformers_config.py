@@ -1,4 +1,4 @@
-"""Makes the config that the engine asks, of what transformers makes of a config.json and of what a probe sees."""
+"""Makes the engine's config from transformers' reading of a config.json, and from what a probe sees of the model."""
 
 import json
 from collections.abc import Mapping
@@ -123,7 +123,7 @@ def _max_positions(text: PretrainedConfig) -> int:
 def _probe(
     model_class: type[PreTrainedModel], config: PretrainedConfig, max_positions: int
 ) -> tuple[SplitModel, Probed]:
-    """Return a model without weights, and what a probe saw of it. Raises ModelError where it needs more than a text."""
+    """Return a model without weights, and what a probe saw of it. Raises ModelError if it needs more than a text."""
     try:
         with torch.device("meta"):
             whole = model_class._from_config(config, **attention_option(config), **dtype_option(torch.bfloat16))
@@ -185,7 +185,7 @@ def attention_option(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def make_config(model_class: type[PreTrainedModel], fields: Mapping[str, Any]) -> PretrainedConfig:
-    """Return transformers' config of the fields of a config.json. Raises ModelError for what it refuses."""
+    """Return transformers' config for the fields of a config.json. Raises ModelError if it refuses them."""
     version, wanted = transformers.__version__, model_class.config_class
     fields = {"model_type": wanted.model_type, **fields}
     fields.pop("auto_map", None)  # code of others, which is not run
