@@ -25,9 +25,9 @@ class BlockLayout:
     vectors: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of_kv(cls, num_heads: int, key_size: int, value_size: int | None = None) -> "BlockLayout":
-        """Return the layout of a key and a value for each KV head. value_size: None if values are as long as keys."""
-        return cls(((num_heads, key_size), (num_heads, key_size if value_size is None else value_size)))
+    def of_kv(cls, num_heads: int, head_dim: int) -> "BlockLayout":
+        """Return the layout of a key and a value for each KV head."""
+        return cls(((num_heads, head_dim), (num_heads, head_dim)))
 
     @classmethod
     def of(cls, config: BaseModelConfig, tp: TensorParallel) -> "BlockLayout":
@@ -37,7 +37,7 @@ class BlockLayout:
         return cls.of_kv(num_local_kv_heads(config, tp), config.head_dim)
 
     def layer_cache(self, *tensors: Tensor) -> LayerCache:
-        """Return the cache that a layer's operations take. tensors: as `tensors` lists them, with a dimension of blocks."""
+        """Return the cache that a layer's operations take. tensors: as `tensors` lists them, with blocks first."""
         return LayerCache(*tensors)
 
     def tensors(self, block_size: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:

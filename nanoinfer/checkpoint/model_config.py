@@ -215,7 +215,7 @@ class ModelConfig(BaseModelConfig):
             yield replace(self, **asdict(layer))
 
     def _cut_blocks(self, size: int) -> str | None:
-        """Return which share of a rank cuts a group of values with one scale, in words; None if none does. size: ranks."""
+        """Return in words which share of one of `size` ranks cuts a group with one scale; None if none does."""
         quantization = self.quantization
         if quantization is None:
             return None

@@ -55,7 +55,7 @@ def empty_caches(
     num_layers: int, num_blocks: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[LayerCache]:
     """As much of one as is looked at: memory that is never touched costs nothing."""
-    tensors = BlockLayout.of_kv(kernels.KV_HEADS, head_dim, head_dim).tensors(kernels.BLOCK_SIZE, dtype)
+    tensors = BlockLayout.of_kv(kernels.KV_HEADS, head_dim).tensors(kernels.BLOCK_SIZE, dtype)
     return [
         LayerCache(*(torch.empty(num_blocks, *shape, dtype=dtype) for shape, dtype in tensors))
         for _ in range(num_layers)

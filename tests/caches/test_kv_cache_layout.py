@@ -23,7 +23,7 @@ from nanoinfer.ops.decode_attention.spec import decode_attention
 from nanoinfer.ops.kv_cache.spec import LayerCache, store_keys_values
 
 CPU = torch.device("cpu")
-SMALL = BlockLayout.of_kv(num_heads=2, key_size=8, value_size=8)
+SMALL = BlockLayout.of_kv(num_heads=2, head_dim=8)
 
 
 def config_of(architecture: str, **fields: Any) -> ModelConfig:
@@ -112,16 +112,16 @@ def test_where_tables_do_not_pay_all_layers_share_one(windows: list[int | None],
 # --- layers of several sizes ---
 
 LOCAL, GLOBAL = (
-    BlockLayout.of_kv(num_heads=8, key_size=4, value_size=4),
-    BlockLayout.of_kv(num_heads=2, key_size=8, value_size=8),
+    BlockLayout.of_kv(num_heads=8, head_dim=4),
+    BlockLayout.of_kv(num_heads=2, head_dim=8),
 )
 
 
 def test_layers_of_two_sizes_have_pages_of_the_same_bytes() -> None:
     """As Gemma 4's: 25 layers with a window, and 5 with larger heads, of which a page holds twice as many."""
     local, wide = (
-        BlockLayout.of_kv(num_heads=8, key_size=256, value_size=256),
-        BlockLayout.of_kv(2, 512, 512),
+        BlockLayout.of_kv(num_heads=8, head_dim=256),
+        BlockLayout.of_kv(2, 512),
     )
     layout = KVCacheLayout.arrange(
         [LayerKind(None if index % 6 == 5 else 1024, wide if index % 6 == 5 else local) for index in range(30)]
@@ -137,7 +137,7 @@ def test_layers_of_two_sizes_have_pages_of_the_same_bytes() -> None:
 
 
 def test_layers_whose_sizes_are_no_multiples_share_one_table_with_pages_of_both() -> None:
-    odd = BlockLayout.of_kv(num_heads=3, key_size=8, value_size=4)
+    odd = BlockLayout(((3, 8), (3, 4)))
     layout = KVCacheLayout.arrange([LayerKind(None, odd), LayerKind(32, LOCAL), LayerKind(32, LOCAL)])
     assert layout.cache_specs == (FullAttentionSpec(),)
     for dtype in (torch.float32, torch.int8):
@@ -183,8 +183,8 @@ LAYOUTS: tuple[BlockLayout, ...] = (
     LOCAL,
     GLOBAL,
     SMALL,
-    BlockLayout.of_kv(4, 4, 12),
-    BlockLayout.of_kv(1, 8, 24),
+    BlockLayout(((4, 4), (4, 12))),
+    BlockLayout(((1, 8), (1, 24))),
 )
 
 

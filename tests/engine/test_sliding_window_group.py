@@ -69,7 +69,7 @@ def test_sequences_that_gave_their_blocks_back_with_their_prompts_are_queued_aga
 def test_what_is_promised_at_load_is_what_admission_holds(window: int, num_groups: int, chunk: int) -> None:
     """The longest sequence is read from the layout of the cache, and the manager has a rule of its own."""
     for num_pages in (12, 40, 41, 150):
-        layers = (BlockLayout.of_kv(1, 1, 1),)
+        layers = (BlockLayout.of_kv(1, 1),)
         layout = KVCacheLayout((TableLayout(None, layers), *[TableLayout(window, layers)] * num_groups), ())
         longest = layout.max_tokens(num_pages, 4, chunk)
         _, manager = windowed_scheduler(num_pages, window, num_groups, 4, chunk)

@@ -105,7 +105,7 @@ def test_tokens_without_a_slot_are_not_written(dtype: torch.dtype) -> None:
 
 
 def test_a_cache_in_8_bits_holds_1_94_times_the_tokens() -> None:
-    layout, shape = BlockLayout.of_kv(num_heads=8, key_size=128, value_size=128), (8, 256, 128)
+    layout, shape = BlockLayout.of_kv(num_heads=8, head_dim=128), (8, 256, 128)
     assert layout.tensors(256, torch.bfloat16) == [(shape, torch.bfloat16)] * 2
     assert layout.tensors(256, INT8) == [(shape, INT8)] * 2 + [(shape[:-1], torch.float32)] * 2
     num_values = 8 * 256 * 128

@@ -660,7 +660,7 @@ def test_backends_of_several_kinds_plan_each_its_own_part_of_a_step(monkeypatch:
     assert (backends.name, backends.needs_host, backends.max_prefix_sharers) == ("torch and triton", True, 32)
     assert backends.max_row_tokens == 32
     metadata = PrefillMetadata((3,), (3,), *cumulated([3]).repeat(2, 1), torch.arange(3), torch.zeros(1, 1).int())
-    layout = KVCacheLayout.arrange([LayerKind(None, BlockLayout.of_kv(8, 128, 128))])
+    layout = KVCacheLayout.arrange([LayerKind(None, BlockLayout.of_kv(8, 128))])
     kv_cache = KVCache(layout, 1, 16, torch.bfloat16, CPU)
     planned = backends.plan(metadata, kv_cache, table=0)
     assert {spec.window: plan.tiles.tolist() for spec, plan in planned.plans.items()} == {

@@ -16,7 +16,7 @@ from nanoinfer.runner.step_tables import PADDING_ROW, StepTables
 from nanoinfer.sampling.sampler import Sampler
 
 # One layer that keeps a key and a value of 2 numbers each: 10 blocks of 4 tokens.
-ONE_LAYER = KVCacheLayout.arrange([LayerKind(None, BlockLayout.of_kv(1, 2, 2))])
+ONE_LAYER = KVCacheLayout.arrange([LayerKind(None, BlockLayout.of_kv(1, 2))])
 KV_CACHE = KVCache(ONE_LAYER, 10, 4, torch.float32, torch.device("cpu"))
 
 
@@ -88,7 +88,7 @@ def test_a_row_has_room_for_the_longest_sequence_and_a_padding_row_comes_last() 
 
 
 def test_layers_that_see_several_blocks_in_a_page_get_ids_that_far_apart() -> None:
-    wide, narrow = BlockLayout.of_kv(1, 4, 4), BlockLayout.of_kv(1, 2, 2)
+    wide, narrow = BlockLayout.of_kv(1, 4), BlockLayout.of_kv(1, 2)
     layout = KVCacheLayout.arrange([LayerKind(None, narrow), LayerKind(None, narrow), LayerKind(8, wide)])
     tables = StepTables(2, 8, KVCache(layout, 10, 4, torch.float32, torch.device("cpu")))
     nothing = {item.name: 0 for item in dataclasses.fields(UploadedSections)}
