@@ -53,3 +53,19 @@ def clear_rows(rows, first, num_valid):
     row = first + gl.arange(0, rows.shape[0], gl.SliceLayout(1, layout))
     read = rows.load(layout)
     rows.store(gl.where((row < num_valid)[:, None], read, gl.zeros_like(read)))
+
+
+@gluon.jit
+def clear_values(values, rest, half: gl.constexpr, num_valid, v_clean, clean_phase, KEYS: gl.constexpr):
+    """Set the values of a tile from `num_valid` on to 0: half of the tile here, and the other by the other group.
+
+    rest: the second part of heads; None where the first is all. Returns once both groups are done, as `v_clean` says.
+    """
+    first: gl.constexpr = half * (KEYS // 2)
+    clear_rows(values.slice(first, KEYS // 2), first, num_valid)
+    if rest is not None:
+        clear_rows(rest.slice(first, KEYS // 2), first, num_valid)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(v_clean, count=1)
+    mbarrier.wait(v_clean, clean_phase)

@@ -199,16 +199,18 @@ def sample_and_append(logits, thresholds, rows, temperatures, seeds, token_ids, 
 
 
 def sample_at(logits, thresholds, rows, temperatures, seeds, positions):
-    ids = logits.new_empty(len(logits), dtype=torch.int32)
-    scores = logits.new_empty(len(logits), dtype=torch.float32)
-    _launch(logits, 0, thresholds, (rows, temperatures, seeds, positions), ids, scores=scores)
-    return ids
+    return _candidates(logits, 0, thresholds, (rows, temperatures, seeds, positions))[1]
 
 
 def best_candidates(logits, first_id, rows, temperatures, seeds, context_lens):
+    return _candidates(logits, first_id, None, (rows, temperatures, seeds, context_lens))
+
+
+def _candidates(logits, first_id, thresholds, inputs):
+    """Return the score and the id of the token that each line draws."""
     ids = logits.new_empty(len(logits), dtype=torch.int32)
     scores = logits.new_empty(len(logits), dtype=torch.float32)
-    _launch(logits, first_id, None, (rows, temperatures, seeds, context_lens), ids, scores=scores)
+    _launch(logits, first_id, thresholds, inputs, ids, scores=scores)
     return scores, ids
 
 

@@ -20,7 +20,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -33,7 +32,7 @@ from nanoinfer.ops.common.hopper import (
     SWIZZLED,
     SWIZZLED_HEADS,
     attention_barriers,
-    clear_rows,
+    clear_values,
     load_tile,
     thread_barrier,
 )
@@ -122,17 +121,6 @@ def _masked(scores, position, start, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _clear_values(values, half: gl.constexpr, num_valid, v_clean, clean_phase, KEYS: gl.constexpr):
-    """Set the values from `num_valid` on to 0, half of them here: they may be NaN, and 0 x NaN is NaN."""
-    first: gl.constexpr = half * (KEYS // 2)
-    clear_rows(values.slice(first, KEYS // 2), first, num_valid)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(v_clean, count=1)
-    mbarrier.wait(v_clean, clean_phase)
-
-
-@gluon.jit
 def _attend(
     half: gl.constexpr,
     pointers,
@@ -184,7 +172,7 @@ def _attend(
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 mbarrier.wait(v_full.index(stage), phase)
                 if start + KEYS > context_len:
-                    _clear_values(v.index(stage), half, context_len - start, v_clean, clean_phase, KEYS)
+                    clear_values(v.index(stage), None, half, context_len - start, v_clean, clean_phase, KEYS)
                     clean_phase ^= 1
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 count += 1
@@ -227,7 +215,7 @@ def _attend(
             mbarrier.arrive(q_empty, count=1)
             mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
             if last_start + KEYS > context_len:
-                _clear_values(v.index(stage), half, context_len - last_start, v_clean, clean_phase, KEYS)
+                clear_values(v.index(stage), None, half, context_len - last_start, v_clean, clean_phase, KEYS)
                 clean_phase ^= 1
             acc = warpgroup_mma(weights, v.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])

@@ -18,7 +18,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -31,9 +30,8 @@ from nanoinfer.ops.common.hopper import (
     SWIZZLED,
     SWIZZLED_HEADS,
     attention_barriers,
-    clear_rows,
+    clear_values,
     load_tile,
-    thread_barrier,
 )
 
 TILE_ROWS = 128  # queries of a tile
@@ -106,21 +104,6 @@ def _fetch(
             if HAS_REST:
                 _fetch_part(v_rest_desc, start, head, FIRST, v_full.index(stage), v_rest.index(stage))
             count += 1
-
-
-@gluon.jit
-def _clear_values(
-    values, rest, half: gl.constexpr, num_valid, v_clean, clean_phase, HAS_REST: gl.constexpr, KEYS: gl.constexpr
-):
-    """Set the values from `num_valid` on to 0, half of them here: another image's may be NaN, and 0 x NaN is NaN."""
-    first: gl.constexpr = half * (KEYS // 2)
-    clear_rows(values.slice(first, KEYS // 2), first, num_valid)
-    if HAS_REST:
-        clear_rows(rest.slice(first, KEYS // 2), first, num_valid)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(v_clean, count=1)
-    mbarrier.wait(v_clean, clean_phase)
 
 
 @gluon.jit
@@ -221,7 +204,8 @@ def _attend(
         mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
         num_valid = (end - first_key - 1) % KEYS + 1
         if num_valid < KEYS:
-            _clear_values(v.index(stage), v_rest.index(stage), half, num_valid, v_clean, clean_phase, HAS_REST, KEYS)
+            values, rest = v.index(stage), v_rest.index(stage) if HAS_REST else None
+            clear_values(values, rest, half, num_valid, v_clean, clean_phase, KEYS)
             clean_phase ^= 1
         acc_weights = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2))
         acc = warpgroup_mma(acc_weights, v.index(stage), acc, is_async=True)
