@@ -197,15 +197,22 @@ def run_text(args: argparse.Namespace) -> dict[str, Any]:
         options |= {"tokenizer": args.tokenizer} if args.tokenizer else {}
         with closing(load_engine(model, options, args)) as engine:
             for jobs in TEXT_JOBS[device]:
-                speeds: dict[str, list[float]] = {name: [] for name in jobs}
-                for seed in range(args.seed, args.seed + args.runs + 1):  # the first turn compiles, and is not counted
-                    for name, load in jobs.items():
-                        workload = draw_workload(seed, load, model.config.vocab_size)
-                        seconds, counts, _ = time_workload(engine, workload)
-                        speeds[name].append(sum(counts) / seconds)
-                plain = statistics.median(speeds["plain"][1:])
-                figures += [print_job(name, load, speeds[name][1:], plain) for name, load in jobs.items()]
+                speeds = time_jobs(engine, jobs, model.config.vocab_size, args)
+                plain = statistics.median(speeds["plain"])
+                figures += [print_job(name, load, speeds[name], plain) for name, load in jobs.items()]
     return {"model": model.name, **describe_machine(device), "jobs": figures}
+
+
+def time_jobs(
+    engine: Engine, jobs: dict[str, Load], vocab_size: int, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Return output tokens a second of jobs that take turns, by name. The first turn compiles, and is not counted."""
+    speeds: dict[str, list[float]] = {name: [] for name in jobs}
+    for seed in range(args.seed, args.seed + args.runs + 1):
+        for name, load in jobs.items():
+            seconds, counts, _ = time_workload(engine, draw_workload(seed, load, vocab_size))
+            speeds[name].append(sum(counts) / seconds)
+    return {name: its[1:] for name, its in speeds.items()}
 
 
 def print_job(name: str, load: Load, runs: list[float], plain: float) -> dict[str, Any]:

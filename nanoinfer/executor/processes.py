@@ -169,25 +169,30 @@ class Workers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        """Read what the workers report until all have ended, and record the first that ends before it should."""
+        """Read what the workers report until all have ended."""
         ranks = {link: rank for rank, link in enumerate(self.links, start=1)}
         while ranks:
             for link in wait(list(ranks)):
                 assert isinstance(link, socket.socket)
+                received = b""
                 with suppress(ConnectionResetError):  # the worker ended with packets unread
-                    if received := link.recv(65536):
-                        with self._changed:
-                            self._reports[ranks[link]] += received
-                            self._changed.notify_all()
-                        continue
-                rank = ranks.pop(link)
-                link.close()
-                if not (self._is_closing or self.failure):
-                    failure = self._explain(rank)
+                    received = link.recv(65536)
+                if received:
                     with self._changed:
-                        self.failure = failure
+                        self._reports[ranks[link]] += received
                         self._changed.notify_all()
-                    self.on_failure()
+                else:
+                    link.close()
+                    self._note_end(ranks.pop(link))
+
+    def _note_end(self, rank: int) -> None:
+        """Record the failure of a worker that has ended before it should, if it is the first."""
+        if not (self._is_closing or self.failure):
+            failure = self._explain(rank)
+            with self._changed:
+                self.failure = failure
+                self._changed.notify_all()
+            self.on_failure()
 
     def _name_of(self, rank: int) -> str:
         return self._name or f"rank {rank}"
