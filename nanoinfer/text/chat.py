@@ -74,22 +74,24 @@ def render_chats(
 
     template = Template(render, any_role=chat_template is not None)
     options = str(chat_template or tokenizer.hf.chat_template), repr(chat_template_kwargs)
+
+    def prompt_of(conversation: Conversation, index: int) -> Prompt:
+        images: list[Any] = []
+        if image_texts is not None:
+            _check_messages(conversation, index)
+            conversation, images = image_texts.take_images(conversation, index)
+        text = template.render(conversation, index)
+        kind = *options, *sorted({message["role"] for message in conversation})
+        if tools and kind not in tokenizer.writes_tools:
+            bare = Template(partial(render, has_tools=False), any_role=True)
+            _check_tools(text, bare, conversation, index, getattr(tokenizer.hf, "name_or_path", ""))
+            tokenizer.writes_tools.add(kind)
+        return text if image_texts is None else image_texts.prompt_of(text, images, index, mm_processor_kwargs)
+
     prompts: dict[int, Prompt] = dict.fromkeys(conversations, "")
     for index, conversation in conversations.items():
         try:
-            images: list[Any] = []
-            if image_texts is not None:
-                _check_messages(conversation, index)
-                conversation, images = image_texts.take_images(conversation, index)
-            text = template.render(conversation, index)
-            kind = *options, *sorted({message["role"] for message in conversation})
-            if tools and kind not in tokenizer.writes_tools:
-                bare = Template(partial(render, has_tools=False), any_role=True)
-                _check_tools(text, bare, conversation, index, getattr(tokenizer.hf, "name_or_path", ""))
-                tokenizer.writes_tools.add(kind)
-            prompts[index] = (
-                text if image_texts is None else image_texts.prompt_of(text, images, index, mm_processor_kwargs)
-            )
+            prompts[index] = prompt_of(conversation, index)
         except RequestError as error:
             if error.kind == RequestError().kind:  # it has no name of its own
                 error.kind = "invalid_messages"
