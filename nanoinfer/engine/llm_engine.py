@@ -223,7 +223,7 @@ class LLMEngine(Engine):
             self.runner = None
 
     def check_open(self, is_for_steps: bool = True) -> Runner:
-        """Return the runner. Raises the error that closed the engine, or EngineClosedError; or EngineStateError."""
+        """Return the runner. Raises the closing error, or EngineClosedError; EngineStateError if the engine sleeps."""
         if self.runner is None or self.runner.closed:
             raise closed_error(self.runner.failure if self.runner else None)
         if is_for_steps and self.runner.unready_reason:
