@@ -189,7 +189,7 @@ class AsyncMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequests = None,
     ) -> RequestOutputs:
-        """Do as `generate`, with its arguments but for hidden states, while other tasks of the event loop run.
+        """Do as `generate`, with all its arguments except hidden states, while other tasks of the event loop run.
 
         Calls of all tasks and threads share batches. If the task is cancelled, its requests are aborted.
         """

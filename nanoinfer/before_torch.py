@@ -1,4 +1,4 @@
-"""What has to come before PyTorch is imported: how its threads wait, and when the imports began. Needs nothing else."""
+"""Runs before PyTorch is imported: sets how its threads wait, and notes when imports began. Needs nothing else."""
 
 import os
 import sys

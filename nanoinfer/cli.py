@@ -1,4 +1,4 @@
-"""What the commands share: their parser, and the options of engine and sampling."""
+"""Holds what all commands share: their parser, and the options of engine and sampling."""
 
 import argparse
 import json

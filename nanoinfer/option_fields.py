@@ -1,4 +1,4 @@
-"""How a field of SamplingParams declares its option, once: which values it takes, and how a row is told of it."""
+"""Declares an option at its field of SamplingParams, once: which values it takes, and how a row is told of it."""
 
 import math
 import re

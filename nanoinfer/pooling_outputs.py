@@ -1,4 +1,4 @@
-"""What `embed`, `classify` and `reward` return, by vLLM's names. Numbers come as NumPy arrays of float32."""
+"""Holds what `embed`, `classify` and `reward` return, by vLLM's names. Numbers come as NumPy arrays of float32."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What `embed`, `classify` and `reward` take beside prompts, by vLLM's names."""
+"""Holds what `embed`, `classify` and `reward` take beside prompts, by vLLM's names."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How likely a completion is, from the log-probabilities of a prompt that ends with it: `LLM.score`."""
+"""Computes how likely a completion is, by the log-probabilities of a prompt that ends with it: `LLM.score`."""
 
 import math
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class ScoringMethods:
 
 
 def check_scores(logprobs_mode: str) -> None:
-    """Raise RequestError where the prompts' log-probabilities are logits, of which there is no likelihood."""
+    """Raise RequestError if the prompts' log-probabilities are logits, which give no likelihood."""
     if logprobs_mode.endswith("logits"):
         raise RequestError(
             f"score needs log-probabilities, and this LLM has logprobs_mode={logprobs_mode!r}; use 'raw_logprobs'"

@@ -1,4 +1,4 @@
-"""How many CPU threads the steps of a model have: as many as PyTorch has, or fewer where that is faster.
+"""Chooses how many CPU threads the steps of a model have: as many as PyTorch, or fewer if that is faster.
 
 All threads of a product wait for the last one. Where other programs have some of the cores, or a container may use
 fewer than it sees, fewer threads are faster. Only a measurement tells.

@@ -1,4 +1,4 @@
-"""What form a text is to have, as a user says it. It is checked here, and compiled when a request asks for it."""
+"""Describes the form that a text must have. It is checked here, and compiled when a request asks for it."""
 
 import json as json_format
 from collections.abc import Mapping, Sequence

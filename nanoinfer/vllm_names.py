@@ -1,4 +1,4 @@
-"""What users of vLLM write that nanoinfer spells otherwise, does anyway, or does not have.
+"""Lists what users of vLLM write and nanoinfer spells otherwise, does in any case, or does not have.
 
 The rule: an option of vLLM is accepted with a value that says what nanoinfer does anyway, and with None. With any other
 value it is refused, with our name for it or with the reason. A string below is our name, `only` has the values. Those

@@ -1,4 +1,4 @@
-"""A file of requests in, a file of answers out: for jobs that take hours, and are killed and started again.
+"""Answers a file of requests in a file of answers, in jobs that take hours, and are killed and started again.
 
 Lines are read as the engine has room for them, so files may be larger than memory, and each answer is written by the
 step that finishes it. A few lines are read ahead, so that their grammars are compiled while steps run. See

@@ -1,4 +1,4 @@
-"""The files of a batch job: lines to read, and an output that says by itself which of them are done.
+"""Reads and writes the files of a batch job: lines, and an output that says by itself which of them are done.
 
 A record begins with the number of its line and a hash of the line and of the job's settings. So a job that was killed
 needs nothing but its output to go on, and notices when input or settings have changed. A hidden file beside the output

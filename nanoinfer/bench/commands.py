@@ -1,4 +1,4 @@
-"""The command line of `nanoinfer bench`. What a command runs is imported when it runs, as that takes seconds."""
+"""Defines the command line of `nanoinfer bench`. Commands import their code when they run, as that takes seconds."""
 
 import argparse
 import json

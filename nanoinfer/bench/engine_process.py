@@ -1,4 +1,4 @@
-"""What a process of `nanoinfer bench start` and `turns` runs: a script that imports the nanoinfer of its folder.
+"""Runs in a process of `nanoinfer bench start` or `turns`: a script that imports the nanoinfer of its folder.
 
 It reads a task from each line of its standard input, and answers with a line: loads an engine, or runs a workload. It
 uses only what all versions of nanoinfer have, and imports nothing that a user's script would not.

@@ -1,4 +1,4 @@
-"""The engines that `nanoinfer bench` can time, behind one small interface. Each is imported when it is asked for."""
+"""Puts the engines that `nanoinfer bench` can time behind one interface. Each is imported when it is asked for."""
 
 import argparse
 from collections.abc import Callable, Iterator

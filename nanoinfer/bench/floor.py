@@ -1,4 +1,4 @@
-"""The floor: the least time that the hardware allows for a workload.
+"""Computes the floor: the least time that the hardware allows for a workload.
 
 It follows from two rates, memory bandwidth and matrix products, that are measured on the spot. `compute_floor` says
 what is counted. A run can come close to its floor and never below it, so its share of the floor says what is left.

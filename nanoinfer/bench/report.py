@@ -1,4 +1,4 @@
-"""How figures are shown: what they belong to, in a table, which `nanoinfer bench report` prints, and in a picture.
+"""Shows figures with their source, in a table, which `nanoinfer bench report` prints, and in a picture.
 
 They belong to a date, a commit, versions, hardware and a command, which the table names in the lines below it.
 """

@@ -1,4 +1,4 @@
-"""What a benchmark runs: a model, and requests of chosen sizes made of random tokens or words."""
+"""Makes what a benchmark runs: a model, and requests of chosen sizes, of random tokens or words."""
 
 import argparse
 import json

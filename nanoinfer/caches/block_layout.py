@@ -1,4 +1,4 @@
-"""What a layer keeps of a block of tokens: the tensors that attention stores to and reads from, and their bytes."""
+"""Describes what a layer keeps of a block of tokens: the tensors that attention writes and reads, and their bytes."""
 
 from dataclasses import dataclass
 from math import prod

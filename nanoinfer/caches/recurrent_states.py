@@ -1,4 +1,4 @@
-"""What layers with linear attention remember of a sequence: a matrix for each head, and the convolution's last inputs.
+"""Holds the states of linear attention, by sequence: a matrix for each head, and the convolution's last inputs.
 
 It has the same size however long a sequence is. Each row of the step tables has a place of its own here, so states need
 no tables, and a CUDA graph finds them by the row alone. Behind them are places for states that are kept for other

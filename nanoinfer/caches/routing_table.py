@@ -1,4 +1,4 @@
-"""Which experts computed each token: trainers route its copy alike, so that both models see the same network.
+"""Remembers which experts computed each token: trainers replay it, so that both models are the same network.
 
 The ids lie by slot of the KV cache, beside the keys and values of the same token, so a prefix that is found in the
 cache is found with its routing. All layers' ids of a step are written at once, after the forward pass.

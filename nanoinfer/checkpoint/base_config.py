@@ -1,4 +1,4 @@
-"""What the engine and the runner ask of a model's config, whoever computes the layers."""
+"""Defines what the engine and the runner ask of a model's config, whoever computes the layers."""
 
 from dataclasses import dataclass, field
 

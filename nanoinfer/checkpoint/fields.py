@@ -1,4 +1,4 @@
-"""The fields of a config.json. They note which are read, so that `LLM(hf_overrides=...)` refuses what changes nothing.
+"""Reads fields of a config.json, and notes which: `LLM(hf_overrides=...)` refuses a field that nobody reads.
 
 Overrides have vLLM's meaning.
 """

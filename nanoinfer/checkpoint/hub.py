@@ -1,4 +1,4 @@
-"""Where a model's files are: in a local folder, or in the Hugging Face hub's cache after a download."""
+"""Finds a model's files: in a local folder, or in the Hugging Face hub's cache after a download."""
 
 import json
 import os

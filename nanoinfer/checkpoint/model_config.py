@@ -1,4 +1,4 @@
-"""A model's sizes, as its architecture reads them from config.json, and how they are split over ranks."""
+"""Holds a model's sizes, as its architecture reads them from config.json, and says how ranks split them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace

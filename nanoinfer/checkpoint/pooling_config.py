@@ -1,4 +1,4 @@
-"""What a model makes of hidden states in the place of tokens: embeddings, classes, scores; and the head that does."""
+"""Says what a model makes of hidden states instead of tokens: embeddings, classes or scores, and by which head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What all kinds of quantized weights have in common: which modules they cover, and how fields are read and refused."""
+"""Holds what all quantized weights have in common: which modules they cover, and how fields are read and refused."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""How sentence-transformers makes an embedding or a score of hidden states, read from the files of a model's folder.
+"""Reads from a model's folder how sentence-transformers makes an embedding or a score of hidden states.
 
 These are modules.json, the folders that it names, config_sentence_transformers.json and sentence_bert_config.json.
 """

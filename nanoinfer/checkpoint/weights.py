@@ -1,4 +1,4 @@
-"""The weights of a model by their names in a checkpoint: filled, replaced, and taken off the device for a while.
+"""Fills, replaces and moves the weights of a model, by their names in a checkpoint.
 
 `load_model` fills them from files, and `LLM.update_weights` from the tensors of a trainer. Both go this way, so they
 pack, shard and quantize alike. Everything happens in place.

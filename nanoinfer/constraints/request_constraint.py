@@ -1,4 +1,4 @@
-"""What one request asks of its tokens, compiled, and how each of its samples follows that."""
+"""Holds the compiled constraint of one request, and follows each of its samples by it."""
 
 import copy
 import functools

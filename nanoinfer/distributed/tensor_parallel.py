@@ -1,4 +1,4 @@
-"""A rank among the processes that share one model: how a dimension is sharded, and what the ranks exchange.
+"""Describes a rank among the processes that share a model: how dimensions are sharded, what ranks exchange.
 
 Each engine has a process group of its own; PyTorch's global one is left to the user.
 """

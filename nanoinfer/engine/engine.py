@@ -1,4 +1,4 @@
-"""What all engines have in common: the LLMEngine of this process, and the ReplicatedEngine of several.
+"""Holds what all engines have in common: the LLMEngine of this process, and the ReplicatedEngine of several.
 
 Calls reserve ids and add requests. Users abort, pause and resume these at any moment. Functions of `LLM.on_step` are
 called with the event of each step. Subclasses compute the steps.

@@ -1,4 +1,4 @@
-"""The engine's loop: requests in, finished outputs out, one step at a time."""
+"""Runs the engine's loop: requests in, finished outputs out, one step at a time."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The packet that tells of a step: one flat int32 array, written once, for the device and for other processes.
+"""Packs a step into one flat int32 array, written once, for the device and for other processes.
 
 It is the wire form of a ScheduledBatch, which vLLM calls SchedulerOutput. It has a header and two parts of several
 sections: what is uploaded to the device, and what only the hosts of all ranks read. The device remembers what it was

@@ -1,4 +1,4 @@
-"""A request as its user sees it: its samples, their text, stream and log-probabilities, and how it ends.
+"""Holds a request as its user sees it: its samples, their text, stream and log-probabilities, and how it ends.
 
 A sample of a request ends for one of these reasons:
 

@@ -1,4 +1,4 @@
-"""Which experts computed the tokens of sequences that finish, for `enable_return_routed_experts`."""
+"""Reads which experts computed the tokens of finished sequences, for `enable_return_routed_experts`."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What the host decides about a step between its forward pass and its draw: which tokens each row may get.
+"""Types what the host decides between a step's forward pass and its draw: which tokens each row may get.
 
 These types are all that the engine, the runner and the sampler know of constraints.
 """

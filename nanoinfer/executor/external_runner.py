@@ -1,4 +1,4 @@
-"""A rank of an engine whose processes somebody else has started, such as torchrun for a trainer.
+"""Runs a rank of an engine whose processes somebody else has started, such as torchrun for a trainer.
 
 Every process has the whole engine, with a scheduler of its own. With tensor_parallel_size=1 it has its own prompts.
 With more, neighbouring ranks of the user's process group share one model: all of them must make the same calls, so that

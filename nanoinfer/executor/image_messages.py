@@ -1,4 +1,4 @@
-"""How rank 0 tells the other ranks of an image: each of them encodes it itself, and needs the model's inputs for it."""
+"""Sends images from rank 0 to the other ranks: each encodes them itself, and needs the model's inputs for it."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What ranks 1 and up do, each in a process of its own, and what rank 0 tells them besides packets.
+"""Runs ranks 1 and up, each in a process of its own, and defines what rank 0 tells them besides packets.
 
 Rank 0 tells them commands between two steps, and a step's token masks. A command says to replace a weight, to sleep or
 to wake up. It is a message of the ring, as a packet is. A packet begins with a count, a command with a negative number.

@@ -1,4 +1,4 @@
-"""The engine of a model that sees: it gives the images of requests virtual token ids, and the runner their contents."""
+"""Runs a model that sees: gives the images of requests virtual token ids, and the runner their contents."""
 
 from array import array
 from collections.abc import Iterator, Sequence, Set

@@ -1,4 +1,4 @@
-"""What the processor makes of a prompt with images, for the engine and the model.
+"""Holds what the processor makes of a prompt with images, for the engine and the model.
 
 This file imports no PyTorch, so that the planning half of the engine can read it.
 """

@@ -1,4 +1,4 @@
-"""The model's own processor from transformers, without its parts for video and sound.
+"""Loads the model's own processor from transformers, without its parts for video and sound.
 
 Processors differ in how many tokens an image gets, in what stands between them, and in the names of tensors. So each
 image is given to the processor by itself, with a text that is one placeholder: what the processor hands to its

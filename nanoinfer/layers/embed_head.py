@@ -1,4 +1,4 @@
-"""The two ends of the model: token ids to vectors, and vectors to logits or scores.
+"""Computes the two ends of a model: token ids to vectors, and vectors to logits or scores.
 
 What has a row for each token id is split by vocabulary.
 """

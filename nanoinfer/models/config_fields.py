@@ -1,4 +1,4 @@
-"""How the fields of `ModelConfig` are read from a config.json, in the spellings of transformers 4.51 to 5.x.
+"""Reads the fields of `ModelConfig` from a config.json, in the spellings of transformers 4.51 to 5.x.
 
 Most architectures read them as COMMON_READERS says. One has readers of its own, in `config_readers`, for what it reads
 otherwise. Readers of what several have are here, too: windows, RoPE, experts, linear attention.

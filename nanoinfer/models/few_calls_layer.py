@@ -1,4 +1,4 @@
-"""A decoder layer on a CPU, in the fewest calls: there a call takes as long as a small operator.
+"""Computes a decoder layer on a CPU in the fewest calls: there a call takes as long as a small operator.
 
 It computes what `DecoderLayer` does, to the last bit, without what only GPUs and ranks need of the parts between: sums
 that are left to the next norm, and rows in 8 bits. It serves the layers that have `Way.FEW_CALLS` among their `ways`.

@@ -1,4 +1,4 @@
-"""A decoder layer for steps of few rows: its products, fused with the norms, SwiGLU and additions around them.
+"""Computes a decoder layer in steps of few rows: products fused with the norms, SwiGLU and additions around them.
 
 Such a step is bound by reading weights. A kernel takes a few microseconds to reach full bandwidth, so these steps use
 seven kernels a layer instead of ten, and products fetch their first weights before the kernel before them is done.

@@ -1,4 +1,4 @@
-"""A model as a stack of layers, each in parts: norm and QKV product, attention, output product and norm, MLP.
+"""Runs a model as a stack of layers, each in parts: norm and QKV product, attention, output product, norm, MLP.
 
 Eager steps, CUDA graphs (`prefill_graphs.py`) and slices (`sliced_prefill.py`) run the same parts in other orders. Only
 `few_rows_layer.py` computes layers in another way, with kernels that fuse across the borders of parts, and so does

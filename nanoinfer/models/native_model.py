@@ -1,4 +1,4 @@
-"""What our own decoders and encoders share towards the runner: see `Model` in `interface.py`."""
+"""Holds what our own decoders and encoders share towards the runner: see `Model` in `interface.py`."""
 
 from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""A large prefill step over several GPUs, in slices of its tokens, so that they exchange sums while they compute.
+"""Runs a large prefill step on several GPUs in slices of its tokens, so that they exchange sums while they compute.
 
 A layer ends two products in an all-reduce, then comes a norm. Here an all-reduce is split in two, as in sequence
 parallelism (Korthikanti et al. 2022): after the reduce-scatter each rank adds and normalises its share of a slice's

@@ -1,4 +1,4 @@
-"""What users get of pooled texts: embeddings, classes and rewards, made of the vectors and logits that steps bring."""
+"""Makes the outputs of pooled texts: embeddings, classes and rewards, from the vectors and logits of steps."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

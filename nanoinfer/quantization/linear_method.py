@@ -1,4 +1,4 @@
-"""How a linear layer holds its weight and multiplies by it; here in 16 bits (or 32), elsewhere in 8 and in 4.
+"""Holds a linear layer's weight and multiplies by it: here in 16 bits (or 32), elsewhere in 8 and in 4.
 
 Each layer has a `quant_method`, as in vLLM, so that the layers themselves know of sharding only. The tensors belong to
 the layer, under the names that a checkpoint gives them.

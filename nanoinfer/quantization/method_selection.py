@@ -1,4 +1,4 @@
-"""Which weights of a model have fewer bits, and how their layers multiply: the formats that there are.
+"""Finds which weights of a model have fewer bits, and how their layers multiply: lists all formats.
 
 A config.json's `quantization_config`, or the option quantization, says so. In 8 bits three dialects are read: "fp8"
 (Qwen3-FP8, Ministral 3, static scales), "compressed-tensors" (llm-compressor) and "modelopt"; in 4 bits the second,

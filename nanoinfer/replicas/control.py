@@ -1,4 +1,4 @@
-"""What a trainer does to all replicas between rounds of sampling: gives them new weights, and takes their memory."""
+"""Lets a trainer give all replicas new weights between rounds of sampling, and take their memory."""
 
 import socket
 from collections.abc import Iterable, Mapping

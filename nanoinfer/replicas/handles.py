@@ -1,4 +1,4 @@
-"""What the parent knows of its replicas: their processes, the work that they have done, the events of their steps."""
+"""Holds what the parent knows of its replicas: processes, the work that they have done, events of their steps."""
 
 import time
 from collections import deque

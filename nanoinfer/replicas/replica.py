@@ -1,4 +1,4 @@
-"""A replica: an engine in a process of its own, that runs what the parent sends and sends back what finishes.
+"""Runs a replica: an engine in a process of its own, which answers the requests that the parent sends.
 
 While steps run, one thread reads the pipe, and another compiles the grammars of requests that come. Between two steps
 the main thread takes what they have ready. It waits for the parent only when it has nothing to run.

@@ -1,4 +1,4 @@
-"""What the parent and a replica send each other through a pipe: named tuples with arrays, for many requests at a time.
+"""Defines the messages between the parent and a replica: named tuples with arrays, for many requests at a time.
 
 Beside these, a replica sends its EngineMetrics, and StepEvents while they are wanted.
 

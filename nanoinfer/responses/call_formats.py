@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls: what reads one, and what form one must have.
+"""Reads tool calls in the formats of model families, and writes the forms that calls must have.
 
 Arguments come as JSON, or as a text for each parameter, between tags of its name. A reader takes what it can and says
 where it stopped, so that the rest is not lost.

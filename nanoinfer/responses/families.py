@@ -1,4 +1,4 @@
-"""How families of models write thoughts and tool calls: the texts between which they stand.
+"""Lists how families of models write thoughts and tool calls: the texts between which they stand.
 
 Most checkpoints do not say it themselves: a chat template tells how a conversation is written, not how an answer is
 read. Texts are those that the tokens have when special tokens are decoded too.

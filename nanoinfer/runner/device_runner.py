@@ -1,4 +1,4 @@
-"""A runner from its first to its last moment: it loads the model, sizes the cache, sleeps, wakes up and closes.
+"""Takes a runner from its first to its last moment: loads the model, sizes the cache, sleeps, wakes up, closes.
 
 While it is awake it holds a `ModelRunner`, which runs the steps. To sleep, it drops that one, whose memory on the
 device is free then, and the weights leave the device. To wake up, it makes another.

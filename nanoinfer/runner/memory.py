@@ -23,7 +23,7 @@ LEAST_STEP_TOKENS, LEAST_ROWS = 1024, 32  # steps do not shrink below, since the
 
 
 class TooLittleMemoryError(ConfigError):
-    """What is left of a device's memory does not hold the cache that is needed."""
+    """The memory that is left on a device does not hold the cache that is needed."""
 
 
 @dataclass(frozen=True, slots=True)

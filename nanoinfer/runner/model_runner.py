@@ -1,4 +1,4 @@
-"""The part of the engine that touches the device: it launches steps and samples their tokens.
+"""Launches steps on the device, and samples their tokens.
 
 It knows nothing of requests: a packet comes in, token ids go out. A step is two launches, `launch` for the forward pass
 and `sample` for the tokens, so that the host can still decide in between which tokens a row may draw. Neither waits for

@@ -1,4 +1,4 @@
-"""What the runner knows of images: which rows have which, and what the tokens of a step are to read in their places.
+"""Knows which rows have which images, and what the tokens of a step read in their places.
 
 Packets name images by virtual ids among the known tokens of a row (`virtual_ids.py`). They end here: the tables of the
 device get the token that stands for an image, so that penalties, log-probabilities and proposals know no other.

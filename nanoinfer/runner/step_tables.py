@@ -1,4 +1,4 @@
-"""What the device remembers of the running sequences, so that a decode step needs almost nothing from the host.
+"""Holds what the device remembers of running sequences, so that a decode step needs almost nothing from the host.
 
 A running sequence owns one row of each table. New rows, tokens and blocks come in packets. Sampled tokens are entered
 by the sampler on the device, before the host has seen them.

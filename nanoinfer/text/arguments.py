@@ -1,4 +1,4 @@
-"""What users give to methods of LLM in more than one shape, as lists: prompts, sampling options, priorities, ids.
+"""Turns arguments of LLM's methods that come in several shapes into lists: prompts, options, priorities, ids.
 
 Prompts that cannot be served are all named in one error, or come back in their places: see `report`.
 """

@@ -1,4 +1,4 @@
-"""The interface of attention backends, and the one in plain PyTorch; `backend_selection.py` chooses for each layer."""
+"""Defines the interface of attention backends, and one in plain PyTorch. `backend_selection.py` chooses one."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Which attention backend serves a device, a dtype and a kind of layer."""
+"""Chooses the attention backend for a device, a dtype and a kind of layer."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace

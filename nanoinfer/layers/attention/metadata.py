@@ -1,4 +1,4 @@
-"""The metadata by which a forward pass finds its keys and values in the KV cache.
+"""Holds the metadata by which a forward pass finds its keys and values in the KV cache.
 
 Cache and metadata travel as arguments from the runner down to attention. Nothing is read from a global.
 """

@@ -1,4 +1,4 @@
-"""The attention function that models of transformers call: it hands each call to whoever runs the model.
+"""Gives models of transformers an attention function, which hands each call to whoever runs the model.
 
 transformers has a registry of attention functions by name. A model whose config names ours calls it in each layer, in
 the same order in each step. Masks are not made then, unless the config names the function of probes.

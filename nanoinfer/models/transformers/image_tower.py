@@ -1,4 +1,4 @@
-"""The part of a model that sees, of transformers, before layers of our own.
+"""Puts the image tower of a model of transformers before layers of our own.
 
 The whole model of transformers is made with no layers of text, and with our embedding in the place of its own, so that
 its forward pass does all that is to be done with images.

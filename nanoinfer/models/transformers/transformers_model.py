@@ -1,4 +1,4 @@
-"""A model of transformers as the runner runs it: see `Model` in `models/interface.py`."""
+"""Wraps a model of transformers as the runner runs it: see `Model` in `models/interface.py`."""
 
 import inspect
 import logging

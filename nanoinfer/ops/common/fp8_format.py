@@ -1,4 +1,4 @@
-"""What 8-bit activations look like, for the kernels that make and use them and for specifications. Needs no Triton."""
+"""Describes 8-bit activations to the kernels that make and use them, and to specifications. Needs no Triton."""
 
 from dataclasses import dataclass
 

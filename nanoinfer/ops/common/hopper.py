@@ -1,4 +1,4 @@
-"""What the kernels in Gluon for Hopper GPUs share: copies into shared memory, its layout, and barriers."""
+"""Holds what kernels in Gluon for Hopper GPUs share: copies into shared memory, its layout, and barriers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""What the kernel of the custom all-reduce is given: buffers of all ranks. It runs nothing by itself."""
+"""Holds the buffers of all ranks for the kernel of the custom all-reduce. It runs nothing by itself."""
 
 from dataclasses import dataclass
 

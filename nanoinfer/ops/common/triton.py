@@ -1,4 +1,4 @@
-"""What several kernels share: the wait for their inputs, gated activations, soft caps, e4m3.
+"""Holds what several kernels share: the wait for their inputs, gated activations, soft caps, e4m3.
 
 The arithmetic rounds where the specifications round.
 """

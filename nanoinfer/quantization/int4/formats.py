@@ -1,4 +1,4 @@
-"""How checkpoints hold weights in 4 bits: what a config.json says of them, and each format's tensors, unpacked.
+"""Reads weights in 4 bits from checkpoints: what a config.json says of them, and each format's tensors, unpacked.
 
 - AWQ packs eight outputs in an int32, in an order of its own: (num_inputs, num_outputs / 8).
 - GPTQ packs eight inputs in a row: (num_inputs / 8, num_outputs). Zero points of its first version are one less than
