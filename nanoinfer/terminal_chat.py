@@ -41,21 +41,27 @@ def chat(
                 import readline  # noqa: F401  (lines can be edited, and earlier ones found)
             print(COMMANDS, file=sys.stderr)
         beginning: Messages = [] if system is None else [{"role": "system", "content": system}]
-        messages, num_failed = [*beginning], 0
-        while True:
-            try:
-                line = read_line()
-                if line is None or line in QUIT:
-                    return sys.stdin.isatty() or num_failed == 0
-                if line == "/reset":
-                    messages = [*beginning]
-                elif line.startswith("/") and " " not in line:
-                    print(f"{line} is no command: {COMMANDS}", file=sys.stderr)
-                elif line:
-                    messages += exchange(llm, messages, line, params, template_kwargs or {})
-            except RequestError as error:
-                print(f"nanoinfer: {error}", file=sys.stderr)
-                num_failed += 1
+        num_failed = _answer_lines(llm, beginning, params, template_kwargs or {})
+        return sys.stdin.isatty() or num_failed == 0
+
+
+def _answer_lines(llm: LLM, beginning: Messages, params: SamplingParams, template_kwargs: dict[str, Any]) -> int:
+    """Have a conversation until lines end or one of them leaves. Returns how many lines were not answered."""
+    messages, num_failed = [*beginning], 0
+    while True:
+        try:
+            line = read_line()
+            if line is None or line in QUIT:
+                return num_failed
+            if line == "/reset":
+                messages = [*beginning]
+            elif line.startswith("/") and " " not in line:
+                print(f"{line} is no command: {COMMANDS}", file=sys.stderr)
+            elif line:
+                messages += exchange(llm, messages, line, params, template_kwargs)
+        except RequestError as error:
+            print(f"nanoinfer: {error}", file=sys.stderr)
+            num_failed += 1
 
 
 def use_utf_8() -> None:

@@ -332,14 +332,10 @@ def products(of: Format) -> None:
             layers = [random_layers(make, max(2, min(28, count)), config) for config in of.configs]
             for rows, figures in table.items():
                 x = of.round_input(randn(rows, inputs), layers[0][0])
-                ways: list[list[Callable[[], object]]] = [[partial(layer, x) for layer in its] for its in layers]
                 if is_wide:
-                    weights = [layer.weight for layer in layers[0]]
-                    ways = [[partial(torch.mm, x, weight.t()) for weight in weights]]
-                    if is_row and rows <= 256:
-                        xs = x.view(rows, num_splits, -1).transpose(0, 1)
-                        ws = [weight.view(outputs, num_splits, -1).permute(1, 2, 0) for weight in weights]
-                        ways.append([partial(torch.bmm, xs, w) for w in ws])
+                    ways = _cublas_calls(x, layers[0], num_splits if is_row and rows <= 256 else 1)
+                else:
+                    ways = [[partial(layer, x) for layer in its] for its in layers]
                 first, *others = (f"{microseconds(calls):.1f}" for calls in ways)
                 shown = first + "".join(f" ({time})" if is_wide else f" / {time}" for time in others)
                 num_bytes = of.weight_bytes * inputs * outputs + rows * (of.input_bytes * inputs + 2 * outputs)
@@ -347,6 +343,17 @@ def products(of: Format) -> None:
             del layers
         for rows, figures in table.items():
             print_row(model, rows, *figures)
+
+
+def _cublas_calls(x: Tensor, layers: Sequence[Any], num_splits: int) -> list[list[Callable[[], object]]]:
+    """Return a call of cuBLAS for each layer, and, where sums are to be split, one more that splits them."""
+    weights = [layer.weight for layer in layers]
+    ways: list[list[Callable[[], object]]] = [[partial(torch.mm, x, weight.t()) for weight in weights]]
+    if num_splits > 1:
+        xs = x.view(len(x), num_splits, -1).transpose(0, 1)
+        parts = [weight.view(len(weight), num_splits, -1).permute(1, 2, 0) for weight in weights]
+        ways.append([partial(torch.bmm, xs, part) for part in parts])
+    return ways
 
 
 def experts(of: Format) -> None:

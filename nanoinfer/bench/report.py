@@ -169,17 +169,18 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 def find_driver() -> str | None:
     """Return the version of NVIDIA's driver; None where it cannot be asked for."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return None
+    return _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
 
 
 def find_commit(root: Path = Path(__file__).parents[2]) -> str | None:
     """Return the commit of the clone that the package runs from ("-dirty" if files differ), or None outside a clone."""
     if not (root / ".git").exists():  # or git would name a repository around the installed package
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    return _output_of("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
+
+
+def _output_of(*command: str) -> str | None:
+    """Return what a program prints, or None where there is none or it fails."""
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     return None
