@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from nanoinfer import LLM, LoRARequest, SamplingParams
 from nanoinfer.bench.engines import make_params
-from nanoinfer.bench.report import describe_machine, find_device, print_row
+from nanoinfer.bench.report import describe_machine, find_device, print_row, print_title
 from nanoinfer.bench.workloads import Load, choose_loads, draw_workload, model_of
 from nanoinfer.lora.adapter_config import CONFIG_FILE
 from nanoinfer.lora.adapter_weights import WEIGHTS_FILE, adaptable_layers, checkpoint_modules
@@ -56,8 +56,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             seconds = [time_adding(llm, one) for one in requests]
             print(f"{llm!r}: seconds to add an adapter of rank {args.rank}, median: {statistics.median(seconds):.3f}")
             print(f"tokens a second, in and out, median of {args.runs} runs; shares are of those without enable_lora")
-            print_row("load", "requests", "without", "enabled, unused", *(f"{count} adapters" for count in counts))
-            print_row(*["---"] * (4 + len(counts)))
+            print_title("load", "requests", "without", "enabled, unused", *(f"{count} adapters" for count in counts))
             for one, (_, load) in zip(figures, loads, strict=True):
                 one["unused"] = time_load(llm, load, model.config.vocab_size, [None], args.runs)
                 for count in counts:

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench.report import describe_machine, find_device, print_row
+from nanoinfer.bench.report import describe_machine, find_device, print_row, print_title
 from nanoinfer.bench.workloads import Load, draw_workload
 from nanoinfer.checkpoint.hub import resolve_model_folder
 from nanoinfer.errors import ConfigError
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         what: {"mean": of.abs().mean().item(), "worst": of.abs().max().item()} for what, of in differences.items()
     }
     print(f"{name}: {len(sampled)} sampled tokens at temperature {args.temperature:g}")
-    print_row("log-probabilities of", "mean difference", "worst")
-    print_row(*["---"] * 3)
+    print_title("log-probabilities of", "mean difference", "worst")
     for what, of in figures.items():
         print_row(what, f"{of['mean']:.2g}", f"{of['worst']:.2g}")
     return {"model": folder, "dtype": dtype, "differences": figures, **describe_machine(device)}

@@ -45,14 +45,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 shares = " / ".join(f"{share:.0%}" for share in row.shares)
                 median = _join([statistics.median(row.runs)])
                 lines.append((row.measured, row.model, median, _join(row.runs), shares, sources.index(source) + 1))
-    print_row("measured", "model", "median", "runs", "share of the floor", "source")
-    print_row(*["---"] * 6)
+    print_title("measured", "model", "median", "runs", "share of the floor", "source")
     for line in lines:
         print_row(*line)
     print()
     for number, source in enumerate(sources, start=1):
         print(f"{number}. {source}")
     return {}
+
+
+def print_title(*columns: str) -> None:
+    """Print the first two lines of a Markdown table."""
+    print_row(*columns)
+    print_row(*["---"] * len(columns))
 
 
 def print_row(*cells: object) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
-from nanoinfer.bench.report import describe_machine, find_device, print_row
+from nanoinfer.bench.report import describe_machine, find_device, print_row, print_title
 from nanoinfer.bench.workloads import JSON, model_of
 from nanoinfer.device import import_error
 from nanoinfer.engine.interfaces import Listener
@@ -176,8 +176,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             forced = ForcedTexts(llm)
             print(f"{llm!r}: output tokens a second, median of up to {NUM_RUNS} runs")
             columns = "text", "requests", "without proposals", "with them", "ratio", "ratio of the last quarter"
-            print_row(*columns, "tokens a row and step", "accepted")
-            print_row(*["---"] * 8)
+            print_title(*columns, "tokens a row and step", "accepted")
             for name, num_requests in jobs:
                 if name == "JSON" and import_error("llguidance") is not None:
                     print_row(name, num_requests, *["needs llguidance"] * 6)
