@@ -297,15 +297,15 @@ class Job:
             params = replace(self._base, **{name: body[name] for name in SAMPLING_FIELDS if name in body})
             if TOOL_CHOICE in body:
                 params = self._response_reader.with_tool_choice(params, body["tools"], body[TOOL_CHOICE])
-            if (num_prompts := len(body.get("prompt", body.get("input", ())))) * params.n > MAX_CHOICES:
-                what = f"{num_prompts} prompts with n={params.n}"
+            prompts = [body["messages"]] if "messages" in body else body.get("prompt") or body["input"]
+            if len(prompts) * params.n > MAX_CHOICES:
+                what = f"{len(prompts)} prompts with n={params.n}"
                 raise RequestError(f"{what} make more than {MAX_CHOICES} choices; give fewer in a line")
             compiling = self._compiled
             if params.structured_outputs is not None:
                 compiling = self._background.submit(self._preparer.compile_grammars, [params])
             question = Question(line, custom_id, body, params, compiling, lora)
-            given = [body["messages"]] if "messages" in body else body.get("prompt", body.get("input", ()))
-            if self._image_reader is not None and any(map(has_images, given)):
+            if self._image_reader is not None and any(map(has_images, prompts)):
                 return question._replace(compiling=self._with_images.submit(self._prepare, question))
             return question
         except Exception as error:

@@ -2,8 +2,8 @@
 
 The answers are valid under the types of the `openai` package. Beyond OpenAI's fields, a choice has its stop_reason, a
 choice without text its token_ids, a message its thought as `reasoning` and, as older clients want, `reasoning_content`,
-and a body prompt_logprobs if they are asked for. The first token of an echoed prompt
-has null as its log-probability, as in OpenAI's answers, though not in its types.
+and a body prompt_logprobs if they are asked for. The first token of an echoed prompt has null as its log-probability,
+as in OpenAI's answers, though not in its types.
 """
 
 import base64

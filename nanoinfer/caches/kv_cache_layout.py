@@ -1,10 +1,10 @@
 """Says which layers with attention share a block table, and what a page of the pool holds for each table.
 
 Layers that remember the same tokens, all or those of one window, are a cache group. The block manager gets a record of
-each group (`cache_specs`), and knows neither layers nor bytes. All tables take blocks from one
-pool, where a page is the memory of a block, so their pages have equal bytes. A page holds as many layers as attend to
-all tokens, and these have one table. A group of more layers has several tables; its last may leave a part of its pages
-empty. Where a table for each group does not pay, all layers share one, whose blocks keep all tokens.
+each group (`cache_specs`), and knows neither layers nor bytes. All tables take blocks from one pool, where a page is
+the memory of a block, so their pages have equal bytes. A page holds as many layers as attend to all tokens, and these
+have one table. A group of more layers has several tables; its last may leave a part of its pages empty. Where a table
+for each group does not pay, all layers share one, whose blocks keep all tokens.
 """
 
 from collections.abc import Sequence

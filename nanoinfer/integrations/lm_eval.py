@@ -3,9 +3,9 @@
     python -m nanoinfer.integrations.lm_eval --model nanoinfer --model_args pretrained=Qwen/Qwen3-8B --tasks gsm8k
 
 The harness finds models in a registry of its process, and reads no entry points of other packages. So importing this
-module registers the name; run as a program, the module then runs the command `lm_eval`. Arguments,
-truncation and stop strings are those of the harness's own vLLM backend (lm_eval/models/vllm_causallms.py). What the
-model's generation_config.json says counts as it does for the harness's hf model.
+module registers the name; run as a program, the module then runs the command `lm_eval`. Arguments, truncation and stop
+strings are those of the harness's own vLLM backend (lm_eval/models/vllm_causallms.py). What the model's
+generation_config.json says counts as it does for the harness's hf model.
 """
 
 import inspect
