@@ -18,8 +18,9 @@ from nanoinfer.quantization.linear_method import MATRIX, ParamSpec, ProductKind
 # vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
 MAX_PAIRS = 2**17
 # Pairs of an expert, on average, in steps that are compiled ahead: more than in decode, and fewer than in the longest
-# prefill, both of which an engine runs while it loads. Their tiles have other sizes, so their kernels differ.
-PAIRS_BETWEEN = 16, 32
+# prefill, both of which an engine runs while it loads. Their tiles have other sizes, or are planned in another way, so
+# their kernels differ.
+PAIRS_BETWEEN = 16, 32, 48
 
 
 class Routing(NamedTuple):

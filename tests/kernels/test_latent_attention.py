@@ -177,12 +177,18 @@ def test_values_of_sums_equal_their_specification(num_tokens: int, sizes: Any) -
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_few_rows_are_combined_row_by_row_and_many_by_shares(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of latents of 512 numbers: eight programs share two rows, the first of which is whole in one share."""
+    """Of latents of 512 numbers: eight programs share two rows, the first of which is whole in one share.
+
+    One or two rows over many programs are combined row by row, too, in other tiles: smaller ones where splits are few,
+    and several in turn where there are more than a tile holds.
+    """
     monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 8)
     step = decode_step(3, (5, 150), num_tokens, sizes=FLASH)
     together = assert_equals_specification(step)
-    monkeypatch.setattr(decode_kernels, "ROWS_TO_SHARES", 1000)
-    torch.testing.assert_close(together, assert_equals_specification(step), atol=1e-5, rtol=1e-4)
+    in_turn: list[tuple[str, Any]] = [("FEW_ROWS_TO_SHARES", 4), ("FEW_SPLITS", 4), ("OF_FEW_ROWS", (4, 32, 4))]
+    for name, value in (*in_turn, ("ROWS_TO_SHARES", 1000)):
+        monkeypatch.setattr(decode_kernels, name, value)
+        torch.testing.assert_close(together, assert_equals_specification(step), atol=1e-5, rtol=1e-4)
 
 
 def test_steps_without_tokens_write_nothing() -> None:

@@ -51,8 +51,12 @@ LATER_SHIFT, LATER_MASK, HIDDEN_SHIFT = tl.constexpr(2), tl.constexpr(63), tl.co
 # Weights of a cache in 8 bits are 2**6 times as large, so that float16 still holds them times a small scale.
 LIFT = tl.constexpr(6)
 # Of heads of more than 256: where the shares are at least so many times the rows, each program that combines has a row,
-# as nearly none would find one by its share, and so many dimensions, as each row has many splits.
-ROWS_TO_SHARES, WIDE_DIMS = 4, 128
+# as nearly none would find one by its share, and some dimensions, as each row has many splits. Of one or two rows, a
+# long context has a split for each program of the GPU. More programs then read more splits at a time, so that none
+# waits for memory often; of a short context, they read a tile of few splits.
+ROWS_TO_SHARES, FEW_ROWS_TO_SHARES = 4, 64
+OF_ROWS, OF_FEW_ROWS = (32, 128, 4), (128, 32, 4)  # splits that are combined at a time, dimensions, warps
+FEW_SPLITS = 32
 LOG2_E = tl.constexpr(math.log2(math.e))
 MASKED = tl.constexpr(-3e38)  # the score of tokens past the context; finite, so that an empty context gives no NaN
 
@@ -418,6 +422,47 @@ def _paged_decode_kernel(
         state = reset_where(state, ends_row)
 
 
+@triton.jit
+def _combined(
+    partials_ptr,
+    lse_ptr,
+    first_partial,
+    query,
+    is_query,
+    dim,
+    num_splits,
+    num_queries: tl.constexpr,
+    head_dim: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Return the largest log-sum-exp of all splits, the sum of their weights beside it, and of weights times results.
+
+    query, is_query: (QUERIES,). dim: (DIMS,). The rest: see `combine_kernel`.
+    """
+    is_dim = dim < head_dim
+    maximum = tl.full((query.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((query.shape[0],), tl.float32)
+    acc = tl.zeros((query.shape[0], dim.shape[0]), tl.float32)
+    for start in range(0, num_splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        exists = (split < num_splits)[None, :] & is_query[:, None]
+        partial = (first_partial + split) * 2 + (split == 0).to(tl.int32)
+        line = partial[None, :] * num_queries + query[:, None]  # (QUERIES, SPLITS)
+        lse = tl.load(lse_ptr + line, mask=exists, other=float("-inf"))
+        partials = tl.load(
+            partials_ptr + line[:, :, None] * head_dim + dim[None, None, :],
+            mask=exists[:, :, None] & is_dim[None, None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(lse, axis=1))
+        decay = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(lse - new_maximum[:, None])
+        acc = acc * decay[:, None] + tl.sum(partials * weights[:, :, None], axis=1)
+        total = total * decay + tl.sum(weights, axis=1)
+        maximum = new_maximum
+    return maximum, total, acc
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
 def combine_kernel(
     tiles_ptr,
@@ -437,6 +482,7 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     QUERIES: tl.constexpr,  # queries of a program
     SPLITS: tl.constexpr,  # partial results to combine at a time
+    FEW_SPLITS: tl.constexpr,  # as many at a time where there are no more
     DIMS: tl.constexpr,  # of the HEAD_DIM, that a program combines
     BY_ROW: tl.constexpr,  # whether programs are counted by rows, and not by shares
     OVERLAP: tl.constexpr,
@@ -472,32 +518,31 @@ def combine_kernel(
         tl.extra.cuda.gdc_wait()
     if is_split:
         dim = tl.program_id(0) % num_slices * DIMS + tl.arange(0, DIMS)
-        is_dim = dim < head_dim
-        maximum = tl.full((QUERIES,), float("-inf"), tl.float32)
-        total = tl.zeros((QUERIES,), tl.float32)
-        acc = tl.zeros((QUERIES, DIMS), tl.float32)
-        for start in range(0, num_splits, SPLITS):
-            split = start + tl.arange(0, SPLITS)
-            exists = (split < num_splits)[None, :] & is_query[:, None]
-            partial = (kv_head * num_shares + first_share + split) * 2 + (split == 0).to(tl.int32)
-            line = partial[None, :] * num_queries + query[:, None]  # (QUERIES, SPLITS)
-            lse = tl.load(lse_ptr + line, mask=exists, other=float("-inf"))
-            partials = tl.load(
-                partials_ptr + line[:, :, None] * head_dim + dim[None, None, :],
-                mask=exists[:, :, None] & is_dim[None, None, :],
-                other=0.0,
+        first_partial = kv_head * num_shares + first_share
+        if FEW_SPLITS < SPLITS and num_splits <= FEW_SPLITS:
+            maximum, total, acc = _combined(
+                partials_ptr,
+                lse_ptr,
+                first_partial,
+                query,
+                is_query,
+                dim,
+                num_splits,
+                num_queries,
+                head_dim,
+                FEW_SPLITS,
             )
-            new_maximum = tl.maximum(maximum, tl.max(lse, axis=1))
-            decay = tl.exp2(maximum - new_maximum)
-            weights = tl.exp2(lse - new_maximum[:, None])
-            acc = acc * decay[:, None] + tl.sum(partials * weights[:, :, None], axis=1)
-            total = total * decay + tl.sum(weights, axis=1)
-            maximum = new_maximum
+        else:
+            maximum, total, acc = _combined(
+                partials_ptr, lse_ptr, first_partial, query, is_query, dim, num_splits, num_queries, head_dim, SPLITS
+            )
         tokens = row.to(tl.int64) * num_tokens + query // group_size
         out_lines = tokens * (num_kv_heads * group_size) + kv_head * group_size + query % group_size
         result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(
-            out_ptr + out_lines[:, None] * head_dim + dim[None, :], result, mask=is_query[:, None] & is_dim[None, :]
+            out_ptr + out_lines[:, None] * head_dim + dim[None, :],
+            result,
+            mask=is_query[:, None] & (dim < head_dim)[None, :],
         )
         if out_lse_ptr is not None:
             tl.store(out_lse_ptr + out_lines, maximum + tl.log2(total), mask=is_query)
@@ -717,7 +762,10 @@ def combine(plan, num_sharers, partials, lse, out, out_lse, shapes):
     queries = 1 if num_sharers is None and shapes["num_tokens"] == 1 else math.gcd(4, num_queries)
     is_wide = head_dim > 256
     by_row = is_wide and num_rows * ROWS_TO_SHARES <= num_shares
-    dims = min(padded, WIDE_DIMS) if by_row else padded
+    # Small programs, which fit on the GPU beside those that they wait for.
+    splits, dims, num_warps = (8, padded, 4) if is_wide else (16, padded, 2)
+    if by_row:
+        splits, dims, num_warps = OF_FEW_ROWS if num_rows * FEW_ROWS_TO_SHARES <= num_shares else OF_ROWS
     combine_kernel[(num_kv_heads * num_queries // queries * (padded // dims), num_rows if by_row else num_shares - 1)](
         tiles,
         row_starts,
@@ -730,11 +778,11 @@ def combine(plan, num_sharers, partials, lse, out, out_lse, shapes):
         num_shares,
         **shapes,
         QUERIES=queries,
-        # Small programs, which fit on the GPU beside those that they wait for.
-        SPLITS=(32 if by_row else 8 if is_wide else 16) // queries,
+        SPLITS=splits // queries,
+        FEW_SPLITS=min(splits, FEW_SPLITS) // queries,
         DIMS=dims,
         BY_ROW=by_row,
-        num_warps=4 if is_wide else 2,
+        num_warps=num_warps,
         **overlap_options(out.device),
     )
 

@@ -20,6 +20,9 @@ from nanoinfer.ops.routing import spec
 
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
 SEGMENT = 8192  # pairs that a program looks through; more are counted in segments first
+# Segments whose counts a program looks up, if there are several: as many for all steps of 2**17 pairs or fewer, so that
+# these run one kernel, which is compiled once.
+MIN_SEGMENTS = 16
 MIN_BINS = 32  # of a histogram: one for each thread of a warp
 EPS = tl.constexpr(spec.EPS)
 
@@ -305,7 +308,7 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
         *plan.tensors,
         num_pairs,
         TILE=tile_size,
-        SEGMENTS=next_power_of_2(num_segments),
+        SEGMENTS=1 if counts is None else max(MIN_SEGMENTS, next_power_of_2(num_segments)),
         **common,
     )
     return plan
