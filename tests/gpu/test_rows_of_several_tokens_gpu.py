@@ -31,6 +31,8 @@ pytestmark = pytest.mark.gpu
 SIZES = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
 QUESTIONS = [example.question for task in TASKS for example in held_out_examples(task, 20, seed=5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=128)
+# The beginning of a text that follows one follows it, too: max_tokens may end it.
+GRAMMARS = ["[a-zA-Z0-9 ,.]*", "([a-z][0-9])*[a-z]?", "([0-9]{2}, )*([0-9]{1,2},?)?", "[b-y]*( [A-Z]*)*"]
 
 
 @SIZES
@@ -68,25 +70,52 @@ def test_answers_are_those_of_single_steps_before_sleep_and_after_it(size: int, 
                 llm.wake_up()
 
 
-@SIZES
-def test_answers_with_masks_are_those_of_single_steps(size: int) -> None:
-    """The masks of many rows find their packed lines. Every third request has none."""
+def masked_params(num_requests: int) -> list[SamplingParams]:
+    """Return greedy requests: every third has no mask, the next has a grammar, and the next a set of tokens."""
+    params = []
+    for index in range(num_requests):
+        grammar = StructuredOutputsParams(regex=GRAMMARS[index // 3 % len(GRAMMARS)])
+        token_ids = [*range(3 + index, 300, 1 + index % 2)]
+        masks: list[dict[str, Any]] = [{}, {"structured_outputs": grammar}, {"allowed_token_ids": token_ids}]
+        params.append(replace(GREEDY, max_tokens=64, ignore_eos=index % 3 > 0, **masks[index % 3]))
+    return params
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "near_tie"),
+    [(1, "float32", 0.001), (1, "bfloat16", 0.25), pytest.param(2, "bfloat16", 0.25, marks=pytest.mark.multi_gpu)],
+)
+def test_answers_with_masks_part_from_single_steps_at_near_ties(size: int, dtype: str, near_tie: float) -> None:
+    """Each of the packed lines finds its own mask: rows have different ones, and most grammars one for each token.
+
+    A mask leaves tokens that the model finds unlikely, and many of these are nearly as likely as each other. So more
+    answers part than without masks, also between two batch sizes.
+    """
     pytest.importorskip("llguidance")
-    texts = replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-zA-Z0-9 ,.]*"))
-    listed = replace(GREEDY, allowed_token_ids=[*range(3, 200)])
-    params = [GREEDY, texts, listed] * len(QUESTIONS)
-    with LLM(tiny_model_path(), tensor_parallel_size=size) as llm:
+    options: dict[str, Any] = {"dtype": dtype, "tensor_parallel_size": size}
+    params = masked_params(len(QUESTIONS))
+    with LLM(tiny_model_path(), logprobs_mode="processed_logprobs", **options) as llm:
         prompts = chat_prompts(llm, QUESTIONS)
-        expected = llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
-    with proposing_llm(tiny_model_path(), tensor_parallel_size=size) as llm:
+        expected = llm.generate(prompts, [replace(one, logprobs=20) for one in params], use_tqdm=False)
+        in_few_rows = [
+            output
+            for start in range(0, len(prompts), 16)
+            for output in llm.generate(prompts[start : start + 16], params[start : start + 16], use_tqdm=False)
+        ]
+    with proposing_llm(tiny_model_path(), **options) as llm:
         engine_of(llm).proposer = KnownTexts(expected, len(llm.tokenizer), may_differ=True)
-        outputs = llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
-        num_accepted = llm.get_metrics().num_accepted_tokens
-    same = sum(one.token_ids == other.token_ids for one, other in zip(outputs, expected, strict=True))
-    assert same >= 0.97 * len(prompts), f"{same} of {len(prompts)} agree"
-    assert num_accepted > len(prompts)
-    for output in outputs[1::3]:
-        assert re.fullmatch(r"[a-zA-Z0-9 ,.]*", output.text)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.get_metrics().num_accepted_tokens > len(prompts)
+    for output, one in zip(outputs, params, strict=True):
+        if one.structured_outputs is not None:
+            assert re.fullmatch(str(one.structured_outputs.regex), output.text)
+        assert one.allowed_token_ids is None or {*output.token_ids} <= {*one.allowed_token_ids}
+    same, same_in_few_rows = (
+        sum(assert_part_at_near_ties(one, other, near_tie) for one, other in zip(expected, others, strict=True))
+        for others in (outputs, in_few_rows)
+    )
+    print(f"{dtype}, {size} GPUs: {same} of {len(prompts)} agree, and {same_in_few_rows} with steps of 16 rows")
+    assert same >= (0.98 if dtype == "float32" else 0.6) * len(prompts)
 
 
 @SIZES
