@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             prefill_attention()
         if args.quantization == "fp8":
             rounding()
-        for of in FORMATS[args.quantization]:
-            products(of)
+        for case in FORMATS[args.quantization]:
+            products(case)
             if args.quantization != "int4":
-                experts(of)
+                experts(case)
         if args.quantization is None:
             linear_attention()
     return {}
@@ -314,32 +314,32 @@ FORMATS = {
 }
 
 
-def products(of: Format) -> None:
+def products(case: Format) -> None:
     """Print microseconds of each product, and the floor. In 16 bits: of one call of cuBLAS, and of one with split-K."""
-    is_wide, tp = of.configs[0] is None, TensorParallel()
-    split = "" if len(of.configs) > 1 else " (split-K)"
+    is_wide, tp = case.configs[0] is None, TensorParallel()
+    split = "" if len(case.configs) > 1 else " (split-K)"
     columns = ["qkv", f"o{split}", "gate, up", f"down{split}", *(["lm_head"] if is_wide else [])]
-    print_row(f"products{of.name}, {of.figures}", "rows", *columns)
+    print_row(f"products{case.name}, {case.figures}", "rows", *columns)
     for model, (hidden, intermediate, heads, num_splits) in MODELS.items():
         kv_width, width = KV_HEADS * HEAD_DIM, heads * HEAD_DIM
         shapes = [(hidden, width + 2 * kv_width), (width, hidden), (hidden, 2 * intermediate), (intermediate, hidden)]
-        table: dict[int, list[str]] = {rows: [] for rows in of.rows}
+        table: dict[int, list[str]] = {rows: [] for rows in case.rows}
         for column, (inputs, outputs) in zip(columns, [*shapes, (hidden, VOCAB_SIZE)], strict=False):
             is_row = column.startswith(("o", "down"))
             kind: Any = RowParallelLinear if is_row else ColumnParallelLinear
             make = partial(kind, inputs, outputs if is_row else {"all": outputs}, False, tp)
-            count = 600 * 2**20 // (of.input_bytes * inputs * outputs)  # more than the L2 cache holds
-            layers = [random_layers(make, max(2, min(28, count)), config) for config in of.configs]
+            count = 600 * 2**20 // (case.input_bytes * inputs * outputs)  # more than the L2 cache holds
+            layers = [random_layers(make, max(2, min(28, count)), config) for config in case.configs]
             for rows, figures in table.items():
-                x = of.round_input(randn(rows, inputs), layers[0][0])
+                x = case.round_input(randn(rows, inputs), layers[0][0])
                 if is_wide:
                     ways = _cublas_calls(x, layers[0], num_splits if is_row and rows <= 256 else 1)
                 else:
                     ways = [[partial(layer, x) for layer in its] for its in layers]
                 first, *others = (f"{microseconds(calls):.1f}" for calls in ways)
                 shown = first + "".join(f" ({time})" if is_wide else f" / {time}" for time in others)
-                num_bytes = of.weight_bytes * inputs * outputs + rows * (of.input_bytes * inputs + 2 * outputs)
-                figures.append(f"{shown} / {of.floor(num_bytes, 2 * rows * inputs * outputs):.1f}")
+                num_bytes = case.weight_bytes * inputs * outputs + rows * (case.input_bytes * inputs + 2 * outputs)
+                figures.append(f"{shown} / {case.floor(num_bytes, 2 * rows * inputs * outputs):.1f}")
             del layers
         for rows, figures in table.items():
             print_row(model, rows, *figures)
@@ -356,21 +356,21 @@ def _cublas_calls(x: Tensor, layers: Sequence[Any], num_splits: int) -> list[lis
     return ways
 
 
-def experts(of: Format) -> None:
+def experts(case: Format) -> None:
     """Print microseconds of the MLPs of a layer's experts, which tokens choose at random, and the floor."""
-    print_row(f"experts{of.name}, us / floor; tokens", *MOE_TOKENS)
+    print_row(f"experts{case.name}, us / floor; tokens", *MOE_TOKENS)
     for name, (hidden, inner, num_experts, num_choices) in MOE_MODELS.items():
         moe = MoEConfig(num_experts, num_choices, inner, norm_topk_prob=True, has_experts=(True,))
-        layers = random_layers(partial(Experts, hidden, moe, TensorParallel()), 4, of.configs[0])
+        layers = random_layers(partial(Experts, hidden, moe, TensorParallel()), 4, case.configs[0])
         figures = []
         for num_tokens in MOE_TOKENS:
-            x, calls, num_read = of.round_input(randn(num_tokens, hidden), layers[0].gate_up_proj), [], 0
+            x, calls, num_read = case.round_input(randn(num_tokens, hidden), layers[0].gate_up_proj), [], 0
             for layer in layers:
                 weights, ids = torch.rand(num_tokens, num_experts, device=DEVICE).topk(num_choices)
                 calls.append(partial(layer, x, Routing(ids.int(), weights)))
                 num_read += len(ids.unique())
-            num_bytes = of.weight_bytes * 3 * hidden * inner * num_read / len(layers)
-            floor = of.floor(num_bytes, 2 * 3 * hidden * inner * num_tokens * num_choices)
+            num_bytes = case.weight_bytes * 3 * hidden * inner * num_read / len(layers)
+            floor = case.floor(num_bytes, 2 * 3 * hidden * inner * num_tokens * num_choices)
             figures.append(f"{microseconds(calls):.1f} / {floor:.1f}")
         print_row(name, *figures)
 

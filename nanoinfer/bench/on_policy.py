@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         replayed = _logprobs(trainer, outputs, 1, args.temperature, replays=True)
         differences["engine and trainer, its routing replayed"] = sampled - replayed
     figures = {
-        what: {"mean": of.abs().mean().item(), "worst": of.abs().max().item()} for what, of in differences.items()
+        what: {"mean": gaps.abs().mean().item(), "worst": gaps.abs().max().item()} for what, gaps in differences.items()
     }
     print(f"{name}: {len(sampled)} sampled tokens at temperature {args.temperature:g}")
     print_title("log-probabilities of", "mean difference", "worst")
-    for what, of in figures.items():
-        print_row(what, f"{of['mean']:.2g}", f"{of['worst']:.2g}")
+    for what, gap in figures.items():
+        print_row(what, f"{gap['mean']:.2g}", f"{gap['worst']:.2g}")
     return {"model": folder, "dtype": dtype, "differences": figures, **describe_machine(device)}
 
 

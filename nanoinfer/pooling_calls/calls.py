@@ -113,9 +113,9 @@ class PoolingCalls:
         distinct = {id(params): params for params in all_params}
         to_outputs = {key: makes(self._config, self._size, params) for key, params in distinct.items()}
 
-        def prepare(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
-            given = {index: prompts[index] for index in indices}
-            filled, images = self._read_images(given, max_tokens, errors)
+        def prepare_some(indices: Sequence[int], errors: Errors) -> list[PreparedRequest]:
+            some = {index: prompts[index] for index in indices}
+            filled, images = self._read_images(some, max_tokens, errors)
             ids, second_texts = self._tokenize(filled, pairs, max_tokens, errors)
             encoded, packed = self._prompt_processor.encode(ids, errors, add_special_tokens=False)
             requests = []
@@ -124,7 +124,7 @@ class PoolingCalls:
                     token_ids = without_padding(token_ids)
                     packed.pop(index, None)
                 first = self._config.first_wanted(len(token_ids))
-                text, to_output = given[index], to_outputs[id(all_params[index])]
+                text, to_output = some[index], to_outputs[id(all_params[index])]
                 requests.append(
                     PreparedRequest(
                         prompt=text if isinstance(text, str) else text_beside_images(text),
@@ -141,10 +141,10 @@ class PoolingCalls:
             return requests
 
         if at_once or wanted is not None:
-            portions = Portions(prepare, range(len(prompts)), None, on_error)
+            portions = Portions(prepare_some, range(len(prompts)), None, on_error)
             return portions if wanted is None else wanted.add_to(portions)
         order = sorted(range(len(prompts)), key=lambda index: -_length(prompts[index]))
-        return self._preparer.portions(prepare, order, prompts, on_error)
+        return self._preparer.portions(prepare_some, order, prompts, on_error)
 
     def _read_images(
         self, prompts: Mapping[int, Prompt], max_tokens: int | None, errors: Errors
