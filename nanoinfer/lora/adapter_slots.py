@@ -44,13 +44,14 @@ class AdaptedProduct:
     """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
 
     matrices: those on the device; None while there are none. adds_later: whether an `AdaptedActivation` adds them, to
-    which the product leaves its `inputs`.
+    which the product leaves its `inputs`. shrunk: its next inputs times A, if an `AdaptedActivation` has computed that.
     """
 
     def __init__(self, base: Any, step: StepAdapters) -> None:
         self._base, self._step = base, step
         self.matrices: LoRAMatrices | None = None
         self.adds_later, self.inputs = False, cast(Tensor | None, None)
+        self.shrunk: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
@@ -77,26 +78,32 @@ class AdaptedProduct:
         if self.adds_later:
             self.inputs = wide_rows(x)
         else:
-            add_lora(out, wide_rows(x), self._step.rows, self.matrices)
+            shrunk, self.shrunk = self.shrunk, None
+            add_lora(out, wide_rows(x), self._step.rows, self.matrices, shrunk)
 
 
 class AdaptedActivation:
     """Takes the place of an MLP's activation, which adds the adapters' product to gate and up as it reads them.
 
-    gate_up: the product before it, which leaves that to the activation.
+    gate_up: the product before it, which leaves that to the activation. down: the one after it, whose inputs are
+    multiplied by A while they are in registers.
     """
 
-    def __init__(self, base: Callable[..., Activations], gate_up: AdaptedProduct, step: StepAdapters) -> None:
-        self._base, self._gate_up, self._step = base, gate_up, step
+    def __init__(
+        self, base: Callable[..., Activations], gate_up: AdaptedProduct, down: AdaptedProduct, step: StepAdapters
+    ) -> None:
+        self._base, self._gate_up, self._down, self._step = base, gate_up, down, step
         gate_up.adds_later = True
 
     def __call__(self, gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
         rows, x, matrices = self._step.rows, self._gate_up.inputs, self._gate_up.matrices
-        self._gate_up.inputs = None
+        self._gate_up.inputs = self._down.shrunk = None
         if rows is None or x is None or matrices is None:
             return self._base(gate_up, out_format)
         if out_format is None:
-            return gated_with_lora(gate_up, x, rows, matrices, self._base)
+            next_a = None if self._down.matrices is None else self._down.matrices.a
+            out, self._down.shrunk = gated_with_lora(gate_up, x, rows, matrices, self._base, next_a)
+            return out
         add_lora(gate_up, x, rows, matrices)
         return self._base(gate_up, out_format)
 
@@ -116,8 +123,10 @@ class RankAdapters:
             layer.quant_method = AdaptedProduct(layer.quant_method, self.step)  # type: ignore[assignment]
         for mlp in model.model.modules():
             if isinstance(mlp, DecoderMLP) and mlp.activation in GATED:
-                gate_up = cast(AdaptedProduct, mlp.gate_up_proj.quant_method)
-                mlp.activation = AdaptedActivation(mlp.activation, gate_up, self.step)
+                gate_up, down = mlp.gate_up_proj.quant_method, mlp.down_proj.quant_method
+                mlp.activation = AdaptedActivation(
+                    mlp.activation, cast(AdaptedProduct, gate_up), cast(AdaptedProduct, down), self.step
+                )
 
     @property
     def products(self) -> dict[str, AdaptedProduct]:

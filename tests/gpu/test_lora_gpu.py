@@ -49,8 +49,16 @@ def test_compiled_products_equal_their_specification(
         has_none = rows.slots == num_slots
         assert torch.equal(out[has_none], before[has_none])
         if len(sizes) == 2:
-            activated = gated_with_lora(before, x, rows, matrices, silu_and_mul)
+            a = random_products(slots, num_slots, sizes[0], (8,), max_rank, dtype, "cuda")[3].a
+            activated, shrunk = gated_with_lora(before, x, rows, matrices, silu_and_mul, a)
             torch.testing.assert_close(activated, silu_and_mul(out), atol=tolerance * float(scale), rtol=0)
+            assert shrunk is None or max_rank <= 64
+            if shrunk is not None:
+                of_token = a[rows.slots.clamp(max=num_slots - 1).long()].float()  # (num_tokens, max_rank, inputs)
+                inner = (of_token @ activated.float().unsqueeze(2)).squeeze(2)
+                torch.testing.assert_close(
+                    shrunk.sum(0)[~has_none], inner[~has_none], atol=tolerance * float(inner.abs().max()), rtol=0
+                )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from nanoinfer.ops.lora import spec
 from nanoinfer.ops.lora.spec import LoRARows, add_lora, gated_with_lora
 
 triton = pytest.importorskip("triton")
@@ -16,6 +17,8 @@ triton = pytest.importorskip("triton")
 from nanoinfer.ops.lora import triton as kernels  # noqa: E402
 from tests.kernels.helpers import exact_bfloat16, loops_are_interpreted  # noqa: E402, F401 (a fixture)
 from tests.lora.adapters import random_products  # noqa: E402
+
+NAN = float("nan")
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted, here"),
@@ -67,9 +70,42 @@ def test_gate_and_up_are_expanded_and_activated_at_once(
     slots: list[int], num_slots: int, num_inputs: int, size: int, max_rank: int, activation: Any
 ) -> None:
     x, gate_up, rows, matrices = random_products(slots, num_slots, num_inputs, (size, size), max_rank)
-    out = kernels.gated_with_lora(gate_up, x, rows, matrices, activation)
+    out, shrunk = kernels.gated_with_lora(gate_up, x, rows, matrices, activation)
+    assert shrunk is None
     assert not torch.allclose(out, activation(gate_up)) or slots == [num_slots]
-    torch.testing.assert_close(out, gated_with_lora(gate_up, x, rows, matrices, activation), atol=1e-4, rtol=1e-4)
+    wanted, _ = gated_with_lora(gate_up, x, rows, matrices, activation)
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])  # tokens are many for one, and few for 132
+@pytest.mark.parametrize(
+    ("slots", "num_slots", "size", "max_rank"),
+    [
+        ([0], 1, 70, 16),
+        ([2], 2, 40, 16),
+        ([3, 0, 3, 1] * 12, 4, 600, 5),
+        ([0, 1, 2], 2, 24, 64),
+        ([0, 1, 2], 2, 24, 80),
+    ],
+)
+def test_activated_rows_are_shrunk_for_the_next_product(
+    slots: list[int],
+    num_slots: int,
+    size: int,
+    max_rank: int,
+    num_multiprocessors: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda _: num_multiprocessors)
+    monkeypatch.setattr(kernels, "GATED_COLUMNS", 16)
+    x, gate_up, rows, matrices = random_products(slots, num_slots, 96, (size, size), max_rank)
+    _, out, _, following = random_products(slots, num_slots, size, (32,), max_rank)
+    wanted = out.clone()
+    for given, ops in ((out, kernels), (wanted, spec)):
+        activated, shrunk = ops.gated_with_lora(gate_up.clone(), x, rows, matrices, silu_and_mul, following.a)
+        assert (shrunk is None) == (ops is kernels and (max_rank > 64 or num_multiprocessors > 1))
+        ops.add_lora(given, activated if shrunk is None else activated.fill_(NAN), rows, following, shrunk)
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_few_tokens_are_split_and_the_parts_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +150,26 @@ def test_numbers_in_bfloat16_are_rounded_as_specified(exact_bfloat16: None) -> N
     add_lora(wanted, x, rows, matrices)
     kernels.add_lora(out, x, LoRARows(rows.slots), matrices)
     torch.testing.assert_close(out, wanted, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_large_tiles_shrink_their_activated_rows_too(
+    exact_bfloat16: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda _: 1)
+    monkeypatch.setattr(kernels, "LEAST_TILES", 1)
+    slots = [0, 1, 1, 2] * 40
+    x, out, rows, matrices = random_products(slots, 2, 1100, (70, 70), 16, torch.bfloat16)
+    _, following_out, _, following = random_products(slots, 2, 70, (32,), 16, torch.bfloat16)
+    results = []
+    for ops in (spec, kernels):
+        sums, last = out.clone(), following_out.clone()
+        ops.add_lora(sums, x, rows, matrices)
+        activated, shrunk = ops.gated_with_lora(out.clone(), x, rows, matrices, silu_and_mul, following.a)
+        ops.add_lora(last, activated, rows, following, shrunk)
+        assert shrunk is not None
+        results.append((sums, activated, last))
+    assert rows.plan.tile_size == 128
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, atol=0.01 * float(wanted.abs().max()), rtol=0)
