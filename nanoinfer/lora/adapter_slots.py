@@ -4,17 +4,19 @@ A rank keeps all adapters that it was given on the host. Of these, as many as th
 time. A step gives its tokens the slots of their rows, and each linear layer adds its product in its `quant_method`.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from nanoinfer.device import cpu_threads, numbers_to_device
+from nanoinfer.device import computing, cpu_threads, numbers_to_device
 from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
@@ -107,6 +109,27 @@ class AdaptedActivation:
         add_lora(gate_up, x, rows, matrices)
         return self._base(gate_up, out_format)
 
+    def run_alone(self, num_tokens: int) -> None:
+        """Compute what follows from so many tokens of zeros, as a layer does."""
+        matrices, down = self._gate_up.matrices, self._down.matrices
+        assert matrices is not None, "adapters have memory on the device before their kernels are compiled"
+        assert down is not None, "all layers get that at once"
+        x, gate_up, rows = _zeros_for(matrices, num_tokens)
+        out, shrunk = gated_with_lora(gate_up, x, rows, matrices, self._base, down.a)
+        add_lora(_zeros_for(down, num_tokens)[1], out, rows, down, shrunk)
+
+
+def _add_to_zeros(matrices: LoRAMatrices, num_tokens: int) -> None:
+    x, out, rows = _zeros_for(matrices, num_tokens)
+    add_lora(out, x, rows, matrices)
+
+
+def _zeros_for(matrices: LoRAMatrices, num_tokens: int) -> tuple[Tensor, Tensor, LoRARows]:
+    """Return inputs and outputs of a product, and its rows, without adapters."""
+    a, b, _ = matrices
+    slots = torch.full((num_tokens,), len(a), dtype=torch.int32, device=a.device)
+    return a.new_zeros(num_tokens, a.shape[2]), a.new_zeros(num_tokens, b.shape[1]), LoRARows(slots)
+
 
 class RankAdapters:
     """Keeps the adapters of one rank on the host, by number, and the products that may add them.
@@ -172,6 +195,32 @@ class RankAdapters:
             product.matrices = slots.matrices[path]
         return slots
 
+    def compile_ahead(self, max_tokens: int, device: torch.device) -> None:
+        """Compile what steps of up to so many tokens launch, in threads: or the first of each size would wait for that.
+
+        Kernels differ by powers of two. Once compiled on a machine, they are found there.
+        """
+        alone: dict[Any, Callable[[int], None]] = {}  # what is launched for one layer of each shape
+        for layer in self.layers.values():
+            product = cast(AdaptedProduct, layer.quant_method)
+            matrices = product.matrices
+            assert matrices is not None, "adapters have memory on the device before their kernels are compiled"
+            if not product.adds_later:
+                alone.setdefault((matrices.a.shape, matrices.sizes), partial(_add_to_zeros, matrices))
+        for mlp in self._model.model.modules():
+            if isinstance(mlp, DecoderMLP) and isinstance(mlp.activation, AdaptedActivation):
+                alone.setdefault(("gated", mlp.gate_up_proj.full_shape), mlp.activation.run_alone)
+        sizes = [2**power for power in range(max_tokens.bit_length())]
+
+        def run(launch: Callable[[int], None], num_tokens: int) -> None:
+            with computing(device, None):
+                launch(num_tokens)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = [pool.submit(run, launch, size) for launch in alone.values() for size in sizes]
+        for one in done:
+            one.result()  # raises what it raised
+
     def free_slots(self) -> None:
         """Free the memory of the slots."""
         for product in self.products.values():
@@ -230,6 +279,10 @@ class AdapterSlots(RowState):
         rows = column(on_host, section, "row").tolist() if self.by_row else ()
         self.use(not self.by_row.keys().isdisjoint(rows))
         return self.are_used
+
+    def compile_ahead(self, max_tokens: int) -> None:
+        """Compile the kernels of steps of up to so many tokens."""
+        self._adapters.compile_ahead(max_tokens, self._places_of_rows.device)
 
     def use(self, are_used: bool) -> None:
         """Say whether rows of the steps from now on have adapters."""
