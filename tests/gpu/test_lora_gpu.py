@@ -12,6 +12,7 @@ from nanoinfer import LLM, LoRARequest, SamplingParams
 from nanoinfer.device import capturing
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE
 from nanoinfer.ops.activations.spec import silu_and_mul
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve, few_rows_product
 from nanoinfer.ops.lora.spec import LoRARows, add_lora, gated_with_lora
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties
 from tests.lora.adapters import merge, random_products, request, write_adapter
@@ -76,6 +77,33 @@ def test_a_captured_product_serves_whichever_adapters_its_rows_have(num_tokens: 
         wanted = first.clone()
         add_lora(wanted, x, LoRARows(slots.int()), matrices)
         torch.testing.assert_close(out, wanted, atol=0, rtol=0)
+
+
+def test_outputs_are_awaited_from_a_kernel_that_lets_the_next_one_start_early() -> None:
+    """Where the inputs are shrunk already, the product itself comes right before the expansion of its adapters."""
+    x, first, rows, matrices = random_products([0, 1], 2, 4096, (8192,), 16, torch.bfloat16, "cuda")
+    weight, shrunk = torch.randn(8192, 4096, device="cuda").bfloat16(), torch.randn(3, 2, 16, device="cuda")
+    if not few_rows_kernels_serve(2, weight):
+        pytest.skip("this GPU has no kernels that start early")
+
+    def product() -> torch.Tensor:
+        out = few_rows_product(x, weight)
+        add_lora(out, x, rows, matrices, shrunk)
+        return out
+
+    wanted = first.copy_(few_rows_product(x, weight)).float()
+    inner = shrunk.sum(0).bfloat16().float()  # (2, 16)
+    wanted += torch.stack([matrices.b[row].float() @ inner[row] for row in range(2)])
+    product()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, None):
+        outs = [product() for _ in range(8)]
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out in outs:
+            torch.testing.assert_close(out.float(), wanted, atol=0.02 * float(wanted.abs().max()), rtol=0)
 
 
 @pytest.fixture(scope="module")
