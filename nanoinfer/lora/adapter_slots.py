@@ -110,10 +110,13 @@ class AdaptedActivation:
         return self._base(gate_up, out_format)
 
     def run_alone(self, num_tokens: int) -> None:
-        """Compute what follows from so many tokens of zeros, as a layer does."""
+        """Launch what a layer does for so many tokens, of zeros and without adapters."""
         matrices, down = self._gate_up.matrices, self._down.matrices
         assert matrices is not None, "adapters have memory on the device before their kernels are compiled"
         assert down is not None, "all layers get that at once"
+        if self._down.input_format is not None:  # activations are rounded by a kernel of their own
+            _add_to_zeros(matrices, num_tokens)
+            return
         x, gate_up, rows = _zeros_for(matrices, num_tokens)
         out, shrunk = gated_with_lora(gate_up, x, rows, matrices, self._base, down.a)
         add_lora(_zeros_for(down, num_tokens)[1], out, rows, down, shrunk)
@@ -125,10 +128,11 @@ def _add_to_zeros(matrices: LoRAMatrices, num_tokens: int) -> None:
 
 
 def _zeros_for(matrices: LoRAMatrices, num_tokens: int) -> tuple[Tensor, Tensor, LoRARows]:
-    """Return inputs and outputs of a product, and its rows, without adapters."""
+    """Return inputs and outputs of a product, one row for all tokens, which have no adapters, and their slots."""
     a, b, _ = matrices
     slots = torch.full((num_tokens,), len(a), dtype=torch.int32, device=a.device)
-    return a.new_zeros(num_tokens, a.shape[2]), a.new_zeros(num_tokens, b.shape[1]), LoRARows(slots)
+    x, out = a.new_zeros(1, a.shape[2]), a.new_zeros(1, b.shape[1])
+    return x.expand(num_tokens, -1), out.expand(num_tokens, -1), LoRARows(slots)
 
 
 class RankAdapters:
