@@ -200,9 +200,9 @@ class RankAdapters:
         return slots
 
     def compile_ahead(self, max_tokens: int, device: torch.device) -> None:
-        """Compile what steps of up to so many tokens launch, in threads: or the first of each size would wait for that.
+        """Compile what smaller steps than one of so many tokens launch, in threads, or the first of each size would wait.
 
-        Kernels differ by powers of two. Once compiled on a machine, they are found there.
+        Steps of powers of two launch all kernels that there are. Once compiled on a machine, they are found there.
         """
         alone: dict[Any, Callable[[int], None]] = {}  # what is launched for one layer of each shape
         for layer in self.layers.values():
@@ -214,7 +214,7 @@ class RankAdapters:
         for mlp in self._model.model.modules():
             if isinstance(mlp, DecoderMLP) and isinstance(mlp.activation, AdaptedActivation):
                 alone.setdefault(("gated", mlp.gate_up_proj.full_shape), mlp.activation.run_alone)
-        sizes = [2**power for power in range(max_tokens.bit_length())]
+        sizes = [2**power for power in range((max_tokens - 1).bit_length())]
 
         def run(launch: Callable[[int], None], num_tokens: int) -> None:
             with computing(device, None):
@@ -285,7 +285,7 @@ class AdapterSlots(RowState):
         return self.are_used
 
     def compile_ahead(self, max_tokens: int) -> None:
-        """Compile the kernels of steps of up to so many tokens."""
+        """Compile the kernels of smaller steps than one of so many tokens."""
         self._adapters.compile_ahead(max_tokens, self._places_of_rows.device)
 
     def use(self, are_used: bool) -> None:

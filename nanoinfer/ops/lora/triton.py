@@ -12,6 +12,8 @@ The tokens of a step are sorted by slot into tiles, once for all layers, as pair
   tokens it also shrinks the result for the product that follows, while it has that in registers.
 
 How many parts there are depends on how many tokens a step has, so sums are not the same to the last bit in each batch.
+That number is rounded up to a power of two wherever something is chosen by it, so the steps of such numbers launch all
+the kernels that there are, and an engine can compile them as it loads.
 """
 
 from typing import Any
@@ -245,7 +247,7 @@ def _gated_kernel(
         up_inner = _add_up(inner_row + max_rank + rank[None, :], part_stride, num_splits, is_part, SPLITS)
         up_inner = up_inner.to(up_b.dtype)
         next_inner = tl.zeros((ROWS, RANKS), tl.float32)
-        for block in tl.range(BLOCKS, num_stages=1):  # what it would fetch early is fetched here
+        for block in range(BLOCKS):
             if next_a_ptr is not None:
                 next_a_ptrs = next_a_ptr + slot.to(tl.int64) * next_slot_stride + rank[None, :] * size + column[:, None]
                 next_a = tl.load(next_a_ptrs, mask=(column < size)[:, None] & (rank < end)[None, :], other=0.0)
@@ -280,7 +282,8 @@ def _gated_kernel(
 
 def tile_size(num_tokens: int, num_slots: int, dtype: torch.dtype) -> int:
     """Return how many tokens a tile has: few enough that there are many tiles, even with one adapter."""
-    return min(tile_rows(num_tokens, num_slots, dtype), max(MIN_TILE, next_power_of_2(num_tokens // LEAST_TILES or 1)))
+    num_tokens = next_power_of_2(num_tokens)
+    return min(tile_rows(num_tokens, num_slots, dtype), max(MIN_TILE, num_tokens // LEAST_TILES))
 
 
 def num_steps_of(num_inputs: int, depth: int, num_programs: int, most_splits: int, num_wanted: int) -> int:
@@ -306,9 +309,14 @@ def _padded(size: int) -> int:
     return min(MAX_LINES, max(MIN_TILE, next_power_of_2(size)))
 
 
+def _least_tiles(num_tokens: int, plan: TilePlan) -> int:
+    """Return how many tiles the tokens have if all have one adapter, once rounded up to a power of two."""
+    return ceil_div(next_power_of_2(num_tokens), plan.tile_size)
+
+
 def _fills(num_tokens: int, plan: TilePlan, num_programs: int, device: torch.device) -> bool:
     """Return whether so many programs for each tile keep the GPU busy, even if all tokens have one adapter."""
-    return ceil_div(num_tokens, plan.tile_size) * num_programs > num_multiprocessors(device)
+    return _least_tiles(num_tokens, plan) * num_programs > num_multiprocessors(device)
 
 
 def _num_sharing(plan: TilePlan, num_others: int, device: torch.device) -> int:
@@ -329,7 +337,7 @@ def _shrink(x: Tensor, rows: LoRARows, matrices: LoRAMatrices) -> Tensor:
     assert x.stride(1) == 1, f"the rows of x must be contiguous, strides {x.stride()}"
     assert a[0].is_contiguous(), f"A of a slot must be contiguous, strides {a.stride()}"
     plan, num_sm = _planned(rows, num_slots, x.dtype), num_multiprocessors(x.device)
-    least_tiles, is_small = ceil_div(num_tokens, plan.tile_size), plan.tile_size <= 32
+    least_tiles, is_small = _least_tiles(num_tokens, plan), plan.tile_size <= 32
     depth, lines = 128 if x.dtype.itemsize == 2 else 32, _padded(num_lines)
     num_blocks = ceil_div(num_lines, lines)
     most_splits = min(MAX_SPLITS, max(1, MAX_PARTS // (plan.tile_size * _padded(max_rank))))
@@ -357,14 +365,18 @@ def _shrink(x: Tensor, rows: LoRARows, matrices: LoRAMatrices) -> Tensor:
 
 
 def _expansion(parts: Tensor, plan: TilePlan, b: Tensor) -> dict[str, Any]:
-    """Return the constants of both kernels that multiply by B."""
+    """Return the constants of both kernels that multiply by B.
+
+    They have one stage: with more, Triton may fetch all that the first tiles need, parts too, before the kernel waits.
+    """
     assert b[0].is_contiguous(), f"B of a slot must be contiguous, strides {b.stride()}"
     num_slots, _, max_rank = b.shape
     ranks = _padded(max_rank)
     # Few numbers of splits, since each is compiled.
     most, at_once = max(1, MAX_PARTS // (plan.tile_size * ranks)), min(32, max(8, next_power_of_2(len(parts))))
     splits = 1 if len(parts) == 1 else min(most, at_once)
-    return {"max_rank": max_rank, "RANKS": ranks, "SPLITS": splits, **_constants(plan, num_slots, b.device)}
+    constants = _constants(plan, num_slots, b.device)
+    return {"max_rank": max_rank, "RANKS": ranks, "SPLITS": splits, "num_stages": 1, **constants}
 
 
 def add_lora(out, x, rows, matrices, shrunk=None):
