@@ -200,7 +200,7 @@ class RankAdapters:
         return slots
 
     def compile_ahead(self, max_tokens: int, device: torch.device) -> None:
-        """Compile what smaller steps than one of so many tokens launch, in threads, or the first of each size would wait.
+        """Compile what steps of fewer tokens launch, in threads: or the first of each size would wait for that.
 
         Steps of powers of two launch all kernels that there are. Once compiled on a machine, they are found there.
         """
@@ -285,7 +285,7 @@ class AdapterSlots(RowState):
         return self.are_used
 
     def compile_ahead(self, max_tokens: int) -> None:
-        """Compile the kernels of smaller steps than one of so many tokens."""
+        """Compile the kernels of steps of fewer tokens."""
         self._adapters.compile_ahead(max_tokens, self._places_of_rows.device)
 
     def use(self, are_used: bool) -> None:
