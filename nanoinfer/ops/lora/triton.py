@@ -12,8 +12,8 @@ The tokens of a step are sorted by slot into tiles, once for all layers, as pair
   tokens it also shrinks the result for the product that follows, while it has that in registers.
 
 How many parts there are depends on how many tokens a step has, so sums are not the same to the last bit in each batch.
-That number is rounded up to a power of two wherever something is chosen by it, so the steps of such numbers launch all
-the kernels that there are, and an engine can compile them as it loads.
+All choices depend on that number rounded up to a power of two. So steps of 1, 2, 4, 8 and so on tokens launch all
+kernels that there are, and an engine compiles these as it loads.
 """
 
 from typing import Any
@@ -367,7 +367,7 @@ def _shrink(x: Tensor, rows: LoRARows, matrices: LoRAMatrices) -> Tensor:
 def _expansion(parts: Tensor, plan: TilePlan, b: Tensor) -> dict[str, Any]:
     """Return the constants of both kernels that multiply by B.
 
-    They have one stage: with more, Triton may fetch all that the first tiles need, parts too, before the kernel waits.
+    They have one stage, since they wait in a loop: see ops/common/programmatic_launch.py.
     """
     assert b[0].is_contiguous(), f"B of a slot must be contiguous, strides {b.stride()}"
     num_slots, _, max_rank = b.shape
