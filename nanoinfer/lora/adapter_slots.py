@@ -20,16 +20,17 @@ from nanoinfer.device import computing, cpu_threads, numbers_to_device
 from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
-from nanoinfer.layers.linear import wide_rows
+from nanoinfer.layers.linear import ShardedLinear, wide_rows
 from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
 from nanoinfer.lora.adapter_weights import AdapterMatrices, adaptable_layers, read_adapter
 from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
 from nanoinfer.models.decoder import DecoderMLP
-from nanoinfer.models.execution import PrefillGraphs
+from nanoinfer.models.execution import PrefillGraphs, is_plain_product
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve
 from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora, gated_with_lora
 from nanoinfer.sampling.row_state import RowState
 
@@ -122,6 +123,12 @@ class AdaptedActivation:
         add_lora(_zeros_for(down, num_tokens)[1], out, rows, down, shrunk)
 
 
+def _multiply_zeros(layer: ShardedLinear, num_tokens: int) -> None:
+    """Launch a layer's own product of few rows: in steps without adapters other kernels do that on the way."""
+    if is_plain_product(layer) and few_rows_kernels_serve(num_tokens, layer.weight):
+        layer.quant_method.apply(layer, layer.weight.new_zeros(num_tokens, layer.weight.shape[1]), layer.bias)
+
+
 def _add_to_zeros(matrices: LoRAMatrices, num_tokens: int) -> None:
     x, out, rows = _zeros_for(matrices, num_tokens)
     add_lora(out, x, rows, matrices)
@@ -211,19 +218,21 @@ class RankAdapters:
             assert matrices is not None, "adapters have memory on the device before their kernels are compiled"
             if not product.adds_later:
                 alone.setdefault((matrices.a.shape, matrices.sizes), partial(_add_to_zeros, matrices))
+            alone.setdefault((layer.weight.shape, layer.bias is None), partial(_multiply_zeros, layer))
         for mlp in self._model.model.modules():
             if isinstance(mlp, DecoderMLP) and isinstance(mlp.activation, AdaptedActivation):
                 alone.setdefault(("gated", mlp.gate_up_proj.full_shape), mlp.activation.run_alone)
         sizes = [2**power for power in range((max_tokens - 1).bit_length())]
+        launches = [partial(launch, size) for launch in alone.values() for size in sizes]
 
-        def run(launch: Callable[[int], None], num_tokens: int) -> None:
+        def run(launch: Callable[[], None]) -> None:
             with computing(device, None):
-                launch(num_tokens)
+                launch()
 
+        if launches:
+            run(launches.pop(0))  # alone, since Triton sets itself up with its first kernel
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = [pool.submit(run, launch, size) for launch in alone.values() for size in sizes]
-        for one in done:
-            one.result()  # raises what it raised
+            list(pool.map(run, launches))  # raises what they raised
 
     def free_slots(self) -> None:
         """Free the memory of the slots."""

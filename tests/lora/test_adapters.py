@@ -461,6 +461,7 @@ def test_b_is_multiplied_by_the_factor_in_float32_and_rounded_once(given: torch.
 
 
 def test_kernels_are_compiled_for_one_layer_of_each_shape(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its adapters' product, and its own: steps of few rows without adapters compute that on the way."""
     launched = Counter[tuple[Any, ...]]()
 
     def note(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -470,11 +471,17 @@ def test_kernels_are_compiled_for_one_layer_of_each_shape(base: Path, monkeypatc
 
         return noting
 
+    def note_own(product: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        launched[("own", len(x), *layer.full_shape)] += 1
+
     for name in ("add_lora", "gated_with_lora"):
         monkeypatch.setattr(adapter_slots, name, note(name, getattr(adapter_slots, name)))
     with LLM(base, enable_lora=True, **OPTIONS) as llm:
         engine: Any = llm.engine
+        monkeypatch.setattr(adapter_slots, "few_rows_kernels_serve", lambda num_rows, _weight: num_rows <= 2)
+        monkeypatch.setattr(adapter_slots.AdaptedProduct, "apply", note_own)
         engine.runner.model_runner.state.adapters.compile_ahead(5)
         layers = engine.runner.adapters.layers
     names = {layer.full_shape: "gated_with_lora" if "gate_up" in path else "add_lora" for path, layer in layers.items()}
-    assert {(name, tokens, *size) for size, name in names.items() for tokens in (1, 2, 4)} == launched.keys()
+    wanted = {(name, tokens, *size) for size, name in names.items() for tokens in (1, 2, 4)}
+    assert wanted | {("own", tokens, *size) for size in names for tokens in (1, 2)} == launched.keys()
