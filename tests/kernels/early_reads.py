@@ -1,8 +1,7 @@
-"""Tells which arguments of a compiled kernel are read or written before it first waits for the kernel before it.
+"""Tells which arguments of a kernel are used before it waits for the kernel before it, though it is not written so.
 
-Triton's pipeliner takes a wait for a computation like any other: where a loop has waits in it, it may fetch what the
-first turns of the loop need before all of them. So the kernel as it is written is compared with the kernel as it is
-pipelined.
+Triton 3.6 pipelines loops as if a wait were any other computation: it may fetch what the first turns of a loop need
+before a wait in the loop. So the kernel as it is written is compared with the kernel as it is pipelined.
 """
 
 import re
@@ -10,8 +9,8 @@ from collections import defaultdict
 from typing import Any
 
 WAIT = re.compile(r"griddepcontrol\.wait|tt\.grid_dependency_wait")  # until Triton 3.6, and since
-# Both change memory, or read it, at their first operand.
-ACCESS = re.compile(r"(?:tt\.(?:load|store|atomic_\w+|descriptor_\w+)|ttg\.async_copy_global_to_local) (%\w+)")
+# What reads memory at its first operand, or changes it there.
+ACCESS = re.compile(r"\btt\w*\.(?:load|store|descriptor_\w+|async_\w*copy_\w+) (%\w+)")
 ARGUMENT = re.compile(r"%(\w+): !tt\.(?:ptr|tensordesc)")
 ASSIGNMENT = re.compile(r"(%\w+)(?::\d+)? = (.*)")
 CARRIED = re.compile(r"(%\w+) = (%[\w#]+)")  # by a loop, from what it starts with
