@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def time_load(llm: LLM, load: Load, vocab_size: int, adapters: list[LoRARequest | None], num_runs: int) -> float:
     """Return tokens a second, in and out, of a load whose requests have these adapters by turns: of runs the median."""
-    few = min(load.output_len[0], WARM_UP_TOKENS), min(load.output_len[1], WARM_UP_TOKENS)
+    few = 1, min(load.output_len[1], WARM_UP_TOKENS)  # rows become fewer, as in the runs: each size has a graph
     run_load(llm, replace(load, output_len=few), 0, vocab_size, adapters)  # compiles and captures graphs
     return statistics.median(run_load(llm, load, 1 + index, vocab_size, adapters) for index in range(num_runs))
 

@@ -4,30 +4,33 @@ A rank keeps all adapters that it was given on the host. Of these, as many as th
 time. A step gives its tokens the slots of their rows, and each linear layer adds its product in its `quant_method`.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from nanoinfer.device import cpu_threads, numbers_to_device
+from nanoinfer.device import computing, cpu_threads, numbers_to_device
 from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
-from nanoinfer.layers.linear import wide_rows
+from nanoinfer.layers.linear import ShardedLinear, wide_rows
 from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
 from nanoinfer.lora.adapter_weights import AdapterMatrices, adaptable_layers, read_adapter
 from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
 from nanoinfer.models.decoder import DecoderMLP
-from nanoinfer.models.execution import PrefillGraphs
+from nanoinfer.models.execution import PrefillGraphs, is_plain_product
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
 from nanoinfer.ops.activations.spec import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from nanoinfer.ops.common.fp8_format import Activations, RowFormat
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve
 from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows, add_lora, gated_with_lora
 from nanoinfer.sampling.row_state import RowState
 
@@ -44,13 +47,14 @@ class AdaptedProduct:
     """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
 
     matrices: those on the device; None while there are none. adds_later: whether an `AdaptedActivation` adds them, to
-    which the product leaves its `inputs`.
+    which the product leaves its `inputs`. shrunk: its next inputs times A, if an `AdaptedActivation` has computed that.
     """
 
     def __init__(self, base: Any, step: StepAdapters) -> None:
         self._base, self._step = base, step
         self.matrices: LoRAMatrices | None = None
         self.adds_later, self.inputs = False, cast(Tensor | None, None)
+        self.shrunk: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
@@ -77,28 +81,65 @@ class AdaptedProduct:
         if self.adds_later:
             self.inputs = wide_rows(x)
         else:
-            add_lora(out, wide_rows(x), self._step.rows, self.matrices)
+            shrunk, self.shrunk = self.shrunk, None
+            add_lora(out, wide_rows(x), self._step.rows, self.matrices, shrunk)
 
 
 class AdaptedActivation:
     """Takes the place of an MLP's activation, which adds the adapters' product to gate and up as it reads them.
 
-    gate_up: the product before it, which leaves that to the activation.
+    gate_up: the product before it, which leaves that to the activation. down: the one after it, whose inputs are
+    multiplied by A while they are in registers.
     """
 
-    def __init__(self, base: Callable[..., Activations], gate_up: AdaptedProduct, step: StepAdapters) -> None:
-        self._base, self._gate_up, self._step = base, gate_up, step
+    def __init__(
+        self, base: Callable[..., Activations], gate_up: AdaptedProduct, down: AdaptedProduct, step: StepAdapters
+    ) -> None:
+        self._base, self._gate_up, self._down, self._step = base, gate_up, down, step
         gate_up.adds_later = True
 
     def __call__(self, gate_up: Tensor, out_format: RowFormat | None = None) -> Activations:
         rows, x, matrices = self._step.rows, self._gate_up.inputs, self._gate_up.matrices
-        self._gate_up.inputs = None
+        self._gate_up.inputs = self._down.shrunk = None
         if rows is None or x is None or matrices is None:
             return self._base(gate_up, out_format)
         if out_format is None:
-            return gated_with_lora(gate_up, x, rows, matrices, self._base)
+            next_a = None if self._down.matrices is None else self._down.matrices.a
+            out, self._down.shrunk = gated_with_lora(gate_up, x, rows, matrices, self._base, next_a)
+            return out
         add_lora(gate_up, x, rows, matrices)
         return self._base(gate_up, out_format)
+
+    def run_alone(self, num_tokens: int) -> None:
+        """Launch what a layer does for so many tokens, of zeros and without adapters."""
+        matrices, down = self._gate_up.matrices, self._down.matrices
+        assert matrices is not None, "adapters have memory on the device before their kernels are compiled"
+        assert down is not None, "all layers get that at once"
+        if self._down.input_format is not None:  # activations are rounded by a kernel of their own
+            _add_to_zeros(matrices, num_tokens)
+            return
+        x, gate_up, rows = _zeros_for(matrices, num_tokens)
+        out, shrunk = gated_with_lora(gate_up, x, rows, matrices, self._base, down.a)
+        add_lora(_zeros_for(down, num_tokens)[1], out, rows, down, shrunk)
+
+
+def _multiply_zeros(layer: ShardedLinear, num_tokens: int) -> None:
+    """Launch a layer's own product of few rows: in steps without adapters other kernels do that on the way."""
+    if is_plain_product(layer) and few_rows_kernels_serve(num_tokens, layer.weight):
+        layer.quant_method.apply(layer, layer.weight.new_zeros(num_tokens, layer.weight.shape[1]), layer.bias)
+
+
+def _add_to_zeros(matrices: LoRAMatrices, num_tokens: int) -> None:
+    x, out, rows = _zeros_for(matrices, num_tokens)
+    add_lora(out, x, rows, matrices)
+
+
+def _zeros_for(matrices: LoRAMatrices, num_tokens: int) -> tuple[Tensor, Tensor, LoRARows]:
+    """Return inputs and outputs of a product, one row for all tokens, which have no adapters, and their slots."""
+    a, b, _ = matrices
+    slots = torch.full((num_tokens,), len(a), dtype=torch.int32, device=a.device)
+    x, out = a.new_zeros(1, a.shape[2]), a.new_zeros(1, b.shape[1])
+    return x.expand(num_tokens, -1), out.expand(num_tokens, -1), LoRARows(slots)
 
 
 class RankAdapters:
@@ -116,8 +157,10 @@ class RankAdapters:
             layer.quant_method = AdaptedProduct(layer.quant_method, self.step)  # type: ignore[assignment]
         for mlp in model.model.modules():
             if isinstance(mlp, DecoderMLP) and mlp.activation in GATED:
-                gate_up = cast(AdaptedProduct, mlp.gate_up_proj.quant_method)
-                mlp.activation = AdaptedActivation(mlp.activation, gate_up, self.step)
+                gate_up, down = mlp.gate_up_proj.quant_method, mlp.down_proj.quant_method
+                mlp.activation = AdaptedActivation(
+                    mlp.activation, cast(AdaptedProduct, gate_up), cast(AdaptedProduct, down), self.step
+                )
 
     @property
     def products(self) -> dict[str, AdaptedProduct]:
@@ -162,6 +205,34 @@ class RankAdapters:
         for path, product in self.products.items():
             product.matrices = slots.matrices[path]
         return slots
+
+    def compile_ahead(self, max_tokens: int, device: torch.device) -> None:
+        """Compile what steps of fewer tokens launch, in threads: or the first of each size would wait for that.
+
+        Steps of powers of two launch all kernels that there are. Once compiled on a machine, they are found there.
+        """
+        alone: dict[Any, Callable[[int], None]] = {}  # what is launched for one layer of each shape
+        for layer in self.layers.values():
+            product = cast(AdaptedProduct, layer.quant_method)
+            matrices = product.matrices
+            assert matrices is not None, "adapters have memory on the device before their kernels are compiled"
+            if not product.adds_later:
+                alone.setdefault((matrices.a.shape, matrices.sizes), partial(_add_to_zeros, matrices))
+            alone.setdefault((layer.weight.shape, layer.bias is None), partial(_multiply_zeros, layer))
+        for mlp in self._model.model.modules():
+            if isinstance(mlp, DecoderMLP) and isinstance(mlp.activation, AdaptedActivation):
+                alone.setdefault(("gated", mlp.gate_up_proj.full_shape), mlp.activation.run_alone)
+        sizes = [2**power for power in range((max_tokens - 1).bit_length())]
+        launches = [partial(launch, size) for launch in alone.values() for size in sizes]
+
+        def run(launch: Callable[[], None]) -> None:
+            with computing(device, None):
+                launch()
+
+        if launches:
+            run(launches.pop(0))  # alone, since Triton sets itself up with its first kernel
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(run, launches))  # raises what they raised
 
     def free_slots(self) -> None:
         """Free the memory of the slots."""
@@ -221,6 +292,10 @@ class AdapterSlots(RowState):
         rows = column(on_host, section, "row").tolist() if self.by_row else ()
         self.use(not self.by_row.keys().isdisjoint(rows))
         return self.are_used
+
+    def compile_ahead(self, max_tokens: int) -> None:
+        """Compile the kernels of steps of fewer tokens."""
+        self._adapters.compile_ahead(max_tokens, self._places_of_rows.device)
 
     def use(self, are_used: bool) -> None:
         """Say whether rows of the steps from now on have adapters."""

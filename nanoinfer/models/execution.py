@@ -100,7 +100,7 @@ def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Ten
         others = [*decoder.layers]
     parts: dict[type, Any] = {type(part): part for part in decoder.modules() if hasattr(part, "compiled_ahead")}
     products += [product for part in parts.values() for product in part.compiled_ahead(num_rows)]
-    plain = [part for layer in others for part in layer.modules() if _is_plain_product(part)]
+    plain = [part for layer in others for part in layer.modules() if is_plain_product(part)]
     for proj in {(part.weight.shape, part.bias is None): part for part in plain}.values():
         if few_rows_kernels_serve(num_rows, proj.weight):
             x = proj.weight.new_zeros(num_rows, proj.weight.shape[1])
@@ -108,7 +108,7 @@ def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Ten
     return products
 
 
-def _is_plain_product(part: Any) -> TypeGuard[ShardedLinear]:
+def is_plain_product(part: Any) -> TypeGuard[ShardedLinear]:
     """Return whether decode steps multiply by the whole weight of a part, in the dtype of the model: not by experts."""
     if not isinstance(part, ShardedLinear) or part.weight.dim() != 2:
         return False

@@ -248,6 +248,8 @@ class Setup:
         Runs such steps, and captures some graphs of decode and of small prefill steps; kernels are compiled on the way.
         """
         has_decode_graphs = self.uses_graphs() and runner.model.generates and runner.model.captures_decode
+        if runner.state.adapters is not None:
+            runner.state.adapters.compile_ahead(self.max_step_tokens(limits))  # which runs below
         with runner.model.compiling_few_rows(graph_sizes(limits.max_num_seqs) if has_decode_graphs else []):
             step_bytes = memory.measure_peak_bytes(lambda: self.run_largest_prefills(runner, limits), self.device)
         graph_bytes = self._measure_decode_graphs(limits, runner) if has_decode_graphs else 0

@@ -12,6 +12,7 @@ from nanoinfer import LLM, LoRARequest, SamplingParams
 from nanoinfer.device import capturing
 from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE
 from nanoinfer.ops.activations.spec import silu_and_mul
+from nanoinfer.ops.few_rows.spec import few_rows_kernels_serve, few_rows_product
 from nanoinfer.ops.lora.spec import LoRARows, add_lora, gated_with_lora
 from tests.gpu.test_engine_gpu import assert_part_at_near_ties
 from tests.lora.adapters import merge, random_products, request, write_adapter
@@ -49,8 +50,16 @@ def test_compiled_products_equal_their_specification(
         has_none = rows.slots == num_slots
         assert torch.equal(out[has_none], before[has_none])
         if len(sizes) == 2:
-            activated = gated_with_lora(before, x, rows, matrices, silu_and_mul)
+            a = random_products(slots, num_slots, sizes[0], (8,), max_rank, dtype, "cuda")[3].a
+            activated, shrunk = gated_with_lora(before, x, rows, matrices, silu_and_mul, a)
             torch.testing.assert_close(activated, silu_and_mul(out), atol=tolerance * float(scale), rtol=0)
+            assert shrunk is None or max_rank <= 64
+            if shrunk is not None:
+                of_token = a[rows.slots.clamp(max=num_slots - 1).long()].float()  # (num_tokens, max_rank, inputs)
+                inner = (of_token @ activated.float().unsqueeze(2)).squeeze(2)
+                torch.testing.assert_close(
+                    shrunk.sum(0)[~has_none], inner[~has_none], atol=tolerance * float(inner.abs().max()), rtol=0
+                )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])
@@ -68,6 +77,33 @@ def test_a_captured_product_serves_whichever_adapters_its_rows_have(num_tokens: 
         wanted = first.clone()
         add_lora(wanted, x, LoRARows(slots.int()), matrices)
         torch.testing.assert_close(out, wanted, atol=0, rtol=0)
+
+
+def test_outputs_are_awaited_from_a_kernel_that_lets_the_next_one_start_early() -> None:
+    """Where the inputs are shrunk already, the product itself comes right before the expansion of its adapters."""
+    x, first, rows, matrices = random_products([0, 1], 2, 4096, (8192,), 16, torch.bfloat16, "cuda")
+    weight, shrunk = torch.randn(8192, 4096, device="cuda").bfloat16(), torch.randn(3, 2, 16, device="cuda")
+    if not few_rows_kernels_serve(2, weight):
+        pytest.skip("this GPU has no kernels that start early")
+
+    def product() -> torch.Tensor:
+        out = few_rows_product(x, weight)
+        add_lora(out, x, rows, matrices, shrunk)
+        return out
+
+    wanted = first.copy_(few_rows_product(x, weight)).float()
+    inner = shrunk.sum(0).bfloat16().float()  # (2, 16)
+    wanted += torch.stack([matrices.b[row].float() @ inner[row] for row in range(2)])
+    product()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, None):
+        outs = [product() for _ in range(8)]
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out in outs:
+            torch.testing.assert_close(out.float(), wanted, atol=0.02 * float(wanted.abs().max()), rtol=0)
 
 
 @pytest.fixture(scope="module")

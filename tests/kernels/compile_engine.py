@@ -5,7 +5,8 @@
 An engine on a CPU runs the step that is measured at load, and decode steps of all sizes of CUDA graphs. Wherever it
 would launch a kernel on a GPU, the kernel is compiled, and its specification computes the result; slow ones are left
 out, as no kernel is chosen by values. Prints a line of JSON for each kernel: its name, the shared memory of a program
-in bytes, whether products and sums are fused, and the seconds of its compilation.
+in bytes, whether products and sums are fused, the arguments that it reads too early (see `early_reads.py`), and the
+seconds of its compilation.
 """
 
 import functools
@@ -30,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from nanoinfer.device import computing
 from nanoinfer.ops import dispatch
 from nanoinfer.ops.common import device_properties, programmatic_launch
+from tests.kernels.early_reads import early_reads
 
 # What the slow specifications return, without the values.
 ZEROS: dict[str, Callable[..., torch.Tensor]] = {
@@ -83,6 +85,7 @@ def compile_instead_of_launching() -> None:
             figures = {
                 "shared": kernel.metadata.shared,
                 "fuses": kernel.metadata.enable_fp_fusion,
+                "early": early_reads(kernel.asm, kernel.metadata.num_stages),
                 "seconds": time.perf_counter() - started,
             }
             sys.stdout.write(json.dumps({"kernel": self.fn.__name__, **figures}) + "\n")  # threads may write, too
@@ -223,17 +226,35 @@ def attend_in_segments(lens: list[int]) -> None:
         assert hopper.segment_attention(q, k, v, tiles, scale=0.1).shape == q.shape
 
 
-def main(capability: int, config: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> None:
-    """Run an engine of a config, or attention alone with `options`, on a GPU that is absent."""
+def add_adapters(num_adapted: list[int]) -> None:
+    """Compute what adapters add to an MLP of 100 inputs and 2,000 values between, for these numbers of tokens."""
+    from nanoinfer.ops.activations.spec import silu_and_mul
+    from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows
+    from nanoinfer.ops.lora.triton import add_lora, gated_with_lora
+
+    def matrices(num_inputs: int, *sizes: int) -> LoRAMatrices:
+        shapes = (1, len(sizes) * 16, num_inputs), (1, sum(sizes), 16)
+        return LoRAMatrices(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes), sizes)
+
+    gate_up, down = matrices(100, 2000, 2000), matrices(2000, 100)
+    for number in num_adapted:
+        rows = LoRARows(torch.zeros(number, dtype=torch.int32))
+        x, out, both = (torch.zeros(number, size, dtype=torch.bfloat16) for size in (100, 100, 4000))
+        activated, shrunk = gated_with_lora(both, x, rows, gate_up, silu_and_mul, down.a)
+        add_lora(out, activated, rows, down, shrunk)
+
+
+def main(capability: int, options: dict[str, Any], config: dict[str, Any] | None = None) -> None:
+    """Run an engine of a config, or some operations alone with `options`, on a GPU that is absent."""
     pretend(AbsentGpu(capability))
     compile_instead_of_launching()
-    if config is None:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["TRITON_CACHE_DIR"] = folder
-            options = options or {}
-            attend_in_segments(**options) if "lens" in options else attend_from_several_tokens(**options)
-    else:
-        run_engine(config, options or {})
+    if config is not None:
+        run_engine(config, options)
+        return
+    operations = {"lens": attend_in_segments, "num_adapted": add_adapters, "head_dim": attend_from_several_tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        operations[next(iter(options))](**options)
 
 
 if __name__ == "__main__":

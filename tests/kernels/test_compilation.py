@@ -27,8 +27,8 @@ PARAMS = [
 def compiled(capability: int, **task: Any) -> list[dict[str, Any]]:
     """Return what `compile_engine` prints of each kernel.
 
-    None takes more shared memory than there is, and all fuse products and sums. Triton 3.9 warns where it is left to
-    decide about that.
+    None takes more shared memory than there is, all fuse products and sums, and none reads what another kernel writes
+    before it waits for that. Triton 3.9 warns where it is left to decide about fusing.
     """
     module = ["-W", "error:TRITON_DEFAULT_FP_FUSION", "-m", "tests.kernels.compile_engine"]
     command = [sys.executable, *module, json.dumps({"capability": capability, **task})]
@@ -38,6 +38,7 @@ def compiled(capability: int, **task: Any) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert not [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[capability] or not kernel["fuses"]]
+    assert not [kernel for kernel in kernels if kernel["early"]]
     return kernels
 
 
@@ -65,6 +66,14 @@ def test_attention_from_several_tokens_a_row_compiles_within_shared_memory(
 def test_attention_within_segments_compiles_within_shared_memory() -> None:
     kernels = compiled(90, options={"lens": [300, 1, 64]})
     assert [kernel["kernel"] for kernel in kernels] == ["_segment_attention_kernel"] * 3  # one for each size of heads
+
+
+def test_what_adapters_add_waits_for_the_parts_that_it_reads() -> None:
+    """The kernel of gate and up alone, and that which also shrinks its results for the down projection."""
+    kernels = [kernel["kernel"] for kernel in compiled(90, options={"num_adapted": [2, 200]})]
+    assert kernels.count("_gated_kernel") == 2
+    assert kernels.count("_shrink_kernel") == 2
+    assert kernels.count("_expand_kernel") == 2
 
 
 @pytest.mark.parametrize(("capability", "model", "options"), PARAMS)

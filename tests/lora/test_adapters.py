@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from nanoinfer import LLM, ConfigError, EngineStateError, LoRARequest, ModelError, RequestError, SamplingParams
 from nanoinfer.errors import EngineClosedError
+from nanoinfer.lora import adapter_slots
 from nanoinfer.lora.adapted_prefill import AdaptedPrefillGraphs
 from nanoinfer.lora.adapter_weights import ShardMatrices, _kept, read_adapter
 from nanoinfer.lora.slot_memory import SlotLayout, SlotMemory
@@ -456,3 +458,30 @@ def test_b_is_multiplied_by_the_factor_in_float32_and_rounded_once(given: torch.
         assert torch.equal(kept.a, a[:, :5].to(dtype))
         assert kept.a.is_contiguous()
         assert torch.equal(kept.b, (b.float() * factor).to(dtype))
+
+
+def test_kernels_are_compiled_for_one_layer_of_each_shape(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its adapters' product, and its own: steps of few rows without adapters compute that on the way."""
+    launched = Counter[tuple[Any, ...]]()
+
+    def note(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(out: torch.Tensor, x: torch.Tensor, *others: Any) -> Any:
+            launched[(name, *out.shape, x.shape[1])] += 1
+            return launch(out, x, *others)
+
+        return noting
+
+    def note_own(product: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        launched[("own", len(x), *layer.full_shape)] += 1
+
+    for name in ("add_lora", "gated_with_lora"):
+        monkeypatch.setattr(adapter_slots, name, note(name, getattr(adapter_slots, name)))
+    with LLM(base, enable_lora=True, **OPTIONS) as llm:
+        engine: Any = llm.engine
+        monkeypatch.setattr(adapter_slots, "few_rows_kernels_serve", lambda num_rows, _weight: num_rows <= 2)
+        monkeypatch.setattr(adapter_slots.AdaptedProduct, "apply", note_own)
+        engine.runner.model_runner.state.adapters.compile_ahead(5)
+        layers = engine.runner.adapters.layers
+    names = {layer.full_shape: "gated_with_lora" if "gate_up" in path else "add_lora" for path, layer in layers.items()}
+    wanted = {(name, tokens, *size) for size, name in names.items() for tokens in (1, 2, 4)}
+    assert wanted | {("own", tokens, *size) for size in names for tokens in (1, 2)} == launched.keys()

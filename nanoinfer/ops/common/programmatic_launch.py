@@ -9,6 +9,9 @@ Most kernels call it right after their wait. Those that fetch weights early (as 
 combines the splits of decode attention, and the norm that most products follow call it before, so that several kernels
 may be waiting in a row. The next kernel starts when all programs of this one have called it, so it takes no program's
 place. See the CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
+
+A kernel that waits in a loop is launched with num_stages=1. Triton 3.6 pipelines loops as if a wait were any other
+computation, so a kernel of several stages fetches all that the first turns of the loop need before it waits.
 """
 
 from functools import cache

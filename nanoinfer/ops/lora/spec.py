@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,18 +38,20 @@ class LoRARows:
 
 
 @op
-def add_lora(out: Tensor, x: Tensor, rows: LoRARows, matrices: LoRAMatrices) -> None:
+def add_lora(out: Tensor, x: Tensor, rows: LoRARows, matrices: LoRAMatrices, shrunk: Tensor | None = None) -> None:
     """Add x A^T B^T to `out` in place, each token by the matrices in its slot; tokens without an adapter stay.
 
     out: (num_tokens, num_outputs). x: (num_tokens, num_inputs). Both have contiguous rows, and the dtype of the
-    matrices, to which x A^T is rounded.
+    matrices, to which x A^T is rounded. shrunk: x A^T, where `gated_with_lora` has returned it.
     """
     a, b, sizes = matrices
+    inner = _shrink(x, rows, a) if shrunk is None else shrunk
+    inner = inner.sum(0).to(x.dtype)
     for slot in rows.slots.unique().tolist():
         if slot < len(a):
             tokens = (rows.slots == slot).nonzero().squeeze(1)
-            inner = F.linear(x[tokens], a[slot]).chunk(len(sizes), dim=1)
-            parts = [F.linear(one, part) for one, part in zip(inner, b[slot].split(sizes), strict=True)]
+            inners = inner[tokens].chunk(len(sizes), dim=1)
+            parts = [F.linear(one, part) for one, part in zip(inners, b[slot].split(sizes), strict=True)]
             start = 0
             for part in parts:
                 out[:, start : start + part.shape[1]].index_add_(0, tokens, part)
@@ -57,12 +60,30 @@ def add_lora(out: Tensor, x: Tensor, rows: LoRARows, matrices: LoRAMatrices) -> 
 
 @op
 def gated_with_lora(
-    gate_up: Tensor, x: Tensor, rows: LoRARows, matrices: LoRAMatrices, activation: Callable[[Tensor], Any]
-) -> Tensor:
+    gate_up: Tensor,
+    x: Tensor,
+    rows: LoRARows,
+    matrices: LoRAMatrices,
+    activation: Callable[[Tensor], Any],
+    next_a: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Return what a gated activation makes of `gate_up` + x A^T B^T, (num_tokens, size); `gate_up` may change.
 
-    gate_up: (num_tokens, 2 * size). activation: of ops/activations. The rest is as for add_lora.
+    gate_up: (num_tokens, 2 * size). activation: of ops/activations. next_a: of the product that reads the result,
+    (num_slots, max_rank, size). With it comes the result times it, as partial sums, (num_parts, num_tokens, max_rank),
+    in float32, or None if it is not computed; the sums of tokens without an adapter are undefined. The rest is as for
+    add_lora.
     """
     add_lora(gate_up, x, rows, matrices)
     gated: Tensor = activation(gate_up)
-    return gated
+    return gated, None if next_a is None else _shrink(gated, rows, next_a)
+
+
+def _shrink(x: Tensor, rows: LoRARows, a: Tensor) -> Tensor:
+    """Return x A^T of each token, (1, num_tokens, num_lines), in float32."""
+    inner = x.new_zeros(1, len(x), a.shape[1], dtype=torch.float32)
+    for slot in rows.slots.unique().tolist():
+        if slot < len(a):
+            tokens = (rows.slots == slot).nonzero().squeeze(1)
+            inner[0, tokens] = F.linear(x[tokens], a[slot]).float()
+    return inner
