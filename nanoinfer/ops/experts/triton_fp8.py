@@ -15,7 +15,7 @@ from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
 from nanoinfer.ops.common.fp8_format import GROUP_SIZE
 from nanoinfer.ops.common.programmatic_launch import overlap_options
-from nanoinfer.ops.common.triton import e4m3_scale, gated, to_e4m3
+from nanoinfer.ops.common.triton import e4m3_scale, gated, to_e4m3, wait_for_inputs
 from nanoinfer.ops.fp8.triton import scaled_tile_product
 from nanoinfer.ops.routing.triton import plan_tiles, row_of_result, tile_pairs, tile_rows
 
@@ -51,9 +51,7 @@ def _gate_up_kernel(
     OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(1)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     num_tiles = tl.num_programs(1) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
     if tile >= num_tiles:
         return
@@ -140,9 +138,7 @@ def _down_kernel(
     out_ptrs = out_ptr + out_row[None, :] * hidden_size + column[:, None]
     out_mask = is_pair[None, :] & (column < hidden_size)[:, None]
     dtype = out_ptr.dtype.element_ty
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     if expert == num_experts:
         tl.store(out_ptrs, tl.zeros((COLUMNS, ROWS), dtype), mask=out_mask)
         return

@@ -31,6 +31,7 @@ from nanoinfer.ops.common.device_properties import (
     num_multiprocessors,
 )
 from nanoinfer.ops.common.programmatic_launch import overlap_options
+from nanoinfer.ops.common.triton import wait_for_inputs
 from nanoinfer.ops.decode_attention.triton import (
     BEGINS_LATER,
     MASKED,
@@ -86,9 +87,7 @@ def _norm_rope_store_latents_kernel(
     first = 2 * half if INTERLEAVED else half
     distance = 1 if INTERLEAVED else rotary_half
     weight = tl.load(weight_ptr + dim, mask=dim < latent_size, other=0.0)  # before the wait: no kernel writes it
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * rotary_half) + half
     cos = tl.load(cos_ptr, mask=is_half, other=1.0)
     sin = tl.load(cos_ptr + rotary_half, mask=is_half, other=0.0)
@@ -403,9 +402,7 @@ def _latent_decode_kernel(
     share = tl.program_id(1)
     # The plan was made before the first layer, so it is there before the previous kernel is done.
     num_tiles = tl.load(row_starts_ptr + num_rows)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     first, last = share_of(num_tiles, share, num_shares)
 
     num_heads: tl.constexpr = num_parts * group_size
