@@ -26,7 +26,7 @@ from torch import Tensor
 from nanoinfer.integers import ceil_div
 from nanoinfer.ops.common.device_properties import next_power_of_2, num_multiprocessors
 from nanoinfer.ops.common.programmatic_launch import overlap_options
-from nanoinfer.ops.common.triton import gated
+from nanoinfer.ops.common.triton import gated, wait_for_inputs
 from nanoinfer.ops.lora.spec import LoRAMatrices, LoRARows
 from nanoinfer.ops.routing.triton import TilePlan, plan_tiles, tile_pairs, tile_rows
 
@@ -73,9 +73,7 @@ def _shrink_kernel(
     line = tl.program_id(1) * LINES + tl.arange(0, LINES)
     k = split * (num_steps * DEPTH) + tl.arange(0, DEPTH)
     is_line = (line < num_lines)[None, :]
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     num_tiles = tl.num_programs(2) if num_tiles_ptr is None else tl.load(num_tiles_ptr)
     first = inner_ptr + split.to(tl.int64) * num_tokens * num_lines
     for tile in range(tl.program_id(2), num_tiles, tl.num_programs(2)):
@@ -157,9 +155,7 @@ def _expand_kernel(
             for first in tl.static_range(0, max_rank, RANKS):
                 is_rank = first + rank < max_rank
                 b = tl.load(b_ptrs + first, mask=is_column[None, :] & is_rank[:, None], other=0.0)
-                if OVERLAP:
-                    tl.extra.cuda.gdc_wait()
-                    tl.extra.cuda.gdc_launch_dependents()
+                wait_for_inputs(OVERLAP)
                 is_part = is_token & is_rank[None, :]
                 if ALIGNED:
                     part_ptrs = inner_ptrs + first_shard * max_rank + first
@@ -177,9 +173,7 @@ def _expand_kernel(
                         start = end
             out = (out.to(tl.float32) + acc).to(out_ptr.dtype.element_ty)
             tl.store(out_ptrs, out, mask=is_token & is_column[None, :])
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # also where a program has no tile, or the next kernel might not wait long enough
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)  # also where a program has no tile, or the next kernel might not wait long enough
 
 
 @triton.jit
@@ -239,9 +233,7 @@ def _gated_kernel(
         gate, up = _load_gate_and_up(gate_up_row, column, size, size, is_token)
         gate_b = _load_b(b_ptr + slot_start, column, size, rank, max_rank, end)
         up_b = _load_b(up_b_ptr + slot_start, column, size, rank, max_rank, end)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_inputs(OVERLAP)
         is_part = is_token & (rank < end)[None, :]
         gate_inner = _add_up(inner_row + rank[None, :], part_stride, num_splits, is_part, SPLITS).to(gate_b.dtype)
         up_inner = _add_up(inner_row + max_rank + rank[None, :], part_stride, num_splits, is_part, SPLITS)
@@ -275,9 +267,7 @@ def _gated_kernel(
         if next_a_ptr is not None:
             next_ptrs = next_inner_ptr + (part.to(tl.int64) * num_tokens + row) * max_rank + rank[None, :]
             tl.store(next_ptrs, next_inner, mask=is_part)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
 
 
 def tile_size(num_tokens: int, num_slots: int, dtype: torch.dtype) -> int:
