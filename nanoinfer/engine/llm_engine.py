@@ -14,7 +14,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.engine import Action, Engine, Recipient
 from nanoinfer.engine.interfaces import SILENT, ConstraintManager, Listener, Runner, SampledStep
 from nanoinfer.engine.packet import pack
-from nanoinfer.engine.proposer import Proposer, drawn_one_by_one
+from nanoinfer.engine.proposer import Proposer, drawn_in_turns
 from nanoinfer.engine.request import Completion, Request
 from nanoinfer.engine.request_logprobs import PromptLogprobs
 from nanoinfer.engine.routed_experts import RoutedExperts
@@ -278,8 +278,8 @@ class LLMEngine(Engine):
             if token_ids[batch_idx] == NO_TOKEN:
                 step.batch.sampled[batch_idx // step.batch.num_tokens].error = RequestError(error, "logits_processor")
         num_wanted = 0
-        for batch, its_token_ids, wanted in drawn_one_by_one(step.batch, token_ids, self.stats):
-            self._note_finished(self.scheduler.update(batch, its_token_ids))
+        for batch, ids, wanted in drawn_in_turns(step.batch, token_ids, self.stats, self.block_manager, self._watched):
+            self._note_finished(self.scheduler.update(batch, ids))
             for output in step.handle.side_outputs:
                 output.collected(step.batch, self._requests, wanted)
             if self._watched:

@@ -13,7 +13,6 @@ step of its own had drawn each. So whatever ends a sequence, or is told of token
 
 import collections.abc as abc
 from collections.abc import Iterator
-from itertools import compress
 from typing import Protocol
 
 from nanoinfer.engine.block_manager import BlockManager
@@ -59,7 +58,10 @@ def add_proposals(
     most that the runner takes. max_prefix_sharers: the most rows of one token that read a shared prefix at once.
     """
     proposed = dict(zip(seqs, proposals, strict=True))
-    batch.proposals = [_take(batch, seq, proposed[seq][: max_row_tokens - 1], manager) for seq in batch.decode]
+    most = max_row_tokens - 1
+    batch.proposals = [
+        _take(batch, seq, ids[:most], manager) if (ids := proposed[seq]) else ids for seq in batch.decode
+    ]
     longest = 1 + max(map(len, batch.proposals), default=0)
     if longest > 1:
         batch.num_tokens = num_tokens = next(size for size in row_sizes(max_row_tokens) if size >= longest)
@@ -79,35 +81,66 @@ def _take(batch: ScheduledBatch, seq: Sequence, ids: abc.Sequence[int], manager:
     return ids[: num_tokens - 1]
 
 
-def drawn_one_by_one(
-    batch: ScheduledBatch, token_ids: list[int], stats: EngineMetrics
+def drawn_in_turns(
+    batch: ScheduledBatch,
+    token_ids: list[int],
+    stats: EngineMetrics,
+    manager: BlockManager,
+    watched: abc.Container[int] = (),
 ) -> Iterator[tuple[ScheduledBatch, list[int], list[bool]]]:
-    """Yield the tokens that a step has drawn, at most one of each sequence at a time, as steps for `Scheduler.update`.
+    """Yield the tokens that a step has drawn, one of each sequence at a time, as steps for `Scheduler.update`.
 
     Each comes with its token ids, and with which of all tokens of the step are in it and wanted: those of sequences
     that were still running. If rows have several tokens, all first ones come first, then those second ones that count,
-    and so on. What has finished with a token gets none of the later ones. stats: where proposals are counted.
+    and so on. What has finished with a token gets none of the later ones. Most tokens end nothing, and nobody asks for
+    them one by one. To save time, these are appended here, with the first step, which has the row's last token.
+
+    stats: where proposals are counted. watched: by seq_id, whose tokens somebody looks at one by one.
     """
     num_tokens = batch.num_tokens
     if num_tokens == 1:
         yield batch, token_ids, [seq.status is SequenceStatus.RUNNING for seq in batch.sampled]
         return
-    for row, seq in enumerate(batch.decode):
-        num_counted = num_tokens - token_ids[row * num_tokens : (row + 1) * num_tokens].count(NOT_COUNTED)
-        seq.num_computed_tokens = len(seq.token_ids) - 1 + num_counted
-        seq.num_pending_tokens = 0
-    num_accepted = []
-    for token in range(num_tokens):
-        ids = token_ids[token::num_tokens]
-        are_wanted = [
-            token_id != NOT_COUNTED and seq.status is SequenceStatus.RUNNING
-            for seq, token_id in zip(batch.sampled, ids, strict=True)
-        ]
-        wanted = [False] * len(token_ids)
-        wanted[token::num_tokens] = are_wanted
-        seqs = [*compress(batch.sampled, are_wanted)]
-        for seq in seqs:
+    seqs, ids, wanted = list[Sequence](), list[int](), [False] * len(token_ids)
+    later = list[tuple[Sequence, int, list[int]]]()  # of which tokens are left, the first one's place, all that count
+    for place, seq in zip(range(0, len(token_ids), num_tokens), batch.decode, strict=True):
+        counted = token_ids[place : place + num_tokens]
+        if counted[-1] == NOT_COUNTED:
+            del counted[counted.index(NOT_COUNTED) :]
+        seq.num_computed_tokens = len(seq.token_ids) - 1 + len(counted)
+        is_running = seq.num_pending_tokens = int(seq.status is SequenceStatus.RUNNING)
+        if not is_running:
+            continue
+        num_now = 1
+        if len(counted) > 1:
+            if seq.seq_id not in watched and _end_nothing(seq, counted[:-1], manager.block_size):
+                num_now = len(counted)
+                seq.token_ids.extend(counted[:-1])
+            else:
+                later.append((seq, place, counted))
+        seqs.append(seq)
+        ids.append(counted[num_now - 1])
+        wanted[place : place + num_now] = [True] * num_now
+    num_accepted = [sum(wanted[token::num_tokens]) for token in range(1, num_tokens)]
+    yield ScheduledBatch(decode=seqs, sampled=seqs), ids, wanted
+    for token in range(1, num_tokens):
+        later = [one for one in later if token < len(one[2]) and one[0].status is SequenceStatus.RUNNING]
+        if not later:
+            break
+        seqs, ids, wanted = [seq for seq, _, _ in later], [its[token] for _, _, its in later], [False] * len(token_ids)
+        for seq, place, _ in later:
             seq.num_pending_tokens = 1
-        num_accepted.append(len(seqs))
-        yield ScheduledBatch(decode=seqs, sampled=seqs), [*compress(ids, are_wanted)], wanted
-    stats.count_drafts([*map(len, batch.proposals)], num_accepted[1:])
+            wanted[place + token] = True
+        num_accepted[token - 1] += len(seqs)
+        yield ScheduledBatch(decode=seqs, sampled=seqs), ids, wanted
+    stats.count_drafts([*map(len, batch.proposals)], num_accepted)
+
+
+def _end_nothing(seq: Sequence, token_ids: list[int], block_size: int) -> bool:
+    """Return whether these next tokens of a sequence, which are not its last ones, end neither it nor a block."""
+    return (
+        seq.constraint is None
+        and seq.sampling_params.num_logprobs is None
+        and -len(seq.token_ids) % block_size >= len(token_ids)
+        and seq.stopping.tokens.ids.isdisjoint(token_ids)
+    )

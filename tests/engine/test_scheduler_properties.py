@@ -16,7 +16,7 @@ from nanoinfer.engine.cache_groups.specs import (
     SlidingWindowSpec,
 )
 from nanoinfer.engine.hidden_states_request import HiddenStatesRequest
-from nanoinfer.engine.proposer import drawn_one_by_one
+from nanoinfer.engine.proposer import drawn_in_turns
 from nanoinfer.engine.scheduled_batch import ScheduledBatch
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -268,7 +268,9 @@ class History:
                     self.resumed |= {seq.seq_id for batch in batches for seq in self.seqs_of(batch)}
                 self.in_flight.clear()
                 return
-            for *drawn, _ in drawn_one_by_one(*self.in_flight.pop(0), EngineMetrics()):
+            watched = {seq.seq_id for seq in self.seqs if seq.seq_id % 3 == 0}
+            step = self.in_flight.pop(0)
+            for *drawn, _ in drawn_in_turns(*step, EngineMetrics(), self.manager, watched):
                 self.check_answers(self.scheduler.update(*drawn))
                 self.stop([seq for seq in drawn[0].sampled if self.random.random() < self.stopping])
 
