@@ -11,6 +11,7 @@ names of its fields.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from operator import mul
 from typing import Any, NamedTuple, get_type_hints
 
@@ -176,8 +177,10 @@ def _decode_rows(batch: ScheduledBatch) -> NDArray[Any]:
 
 def _proposals(batch: ScheduledBatch) -> NDArray[np.int32]:
     """Return how many tokens each decode row has, and the ids of the proposals among them, then zeros."""
-    rows = [[1 + len(ids), *ids, *[0] * (batch.num_tokens - 1 - len(ids))] for ids in batch.proposals]
-    return np.array(rows, np.int32).ravel()
+    numbers = np.zeros((len(batch.proposals), batch.num_tokens), np.int32)
+    numbers[:, 0] = [1 + len(ids) for ids in batch.proposals]
+    numbers[:, 1:][np.arange(1, batch.num_tokens) < numbers[:, :1]] = [*chain.from_iterable(batch.proposals)]
+    return numbers.ravel()
 
 
 def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:

@@ -103,24 +103,27 @@ def drawn_in_turns(
         return
     seqs, ids, wanted = list[Sequence](), list[int](), [False] * len(token_ids)
     later = list[tuple[Sequence, int, list[int]]]()  # of which tokens are left, the first one's place, all that count
-    for place, seq in zip(range(0, len(token_ids), num_tokens), batch.decode, strict=True):
-        counted = token_ids[place : place + num_tokens]
-        if counted[-1] == NOT_COUNTED:
-            del counted[counted.index(NOT_COUNTED) :]
-        seq.num_computed_tokens = len(seq.token_ids) - 1 + len(counted)
-        is_running = seq.num_pending_tokens = int(seq.status is SequenceStatus.RUNNING)
-        if not is_running:
-            continue
-        num_now = 1
-        if len(counted) > 1:
-            if seq.seq_id not in watched and _end_nothing(seq, counted[:-1], manager.block_size):
-                num_now = len(counted)
-                seq.token_ids.extend(counted[:-1])
-            else:
+    places = range(0, len(token_ids), num_tokens)
+    for place, seq, proposed in zip(places, batch.decode, batch.proposals, strict=True):
+        token_id, num_known = token_ids[place], len(seq.token_ids)
+        seq.num_computed_tokens, seq.num_pending_tokens = num_known, 0
+        is_running = seq.status is SequenceStatus.RUNNING
+        if proposed and token_ids[place + 1] != NOT_COUNTED:
+            counted = token_ids[place : place + 1 + len(proposed)]
+            if counted[-1] == NOT_COUNTED:
+                del counted[counted.index(NOT_COUNTED) :]
+            seq.num_computed_tokens += len(counted) - 1
+            if is_running and seq.seq_id not in watched and _end_nothing(seq, counted[:-1], manager.block_size):
+                token_id = counted.pop()
+                seq.token_ids.extend(counted)
+                wanted[place + 1 : place + 1 + len(counted)] = [True] * len(counted)
+            elif is_running:
                 later.append((seq, place, counted))
-        seqs.append(seq)
-        ids.append(counted[num_now - 1])
-        wanted[place : place + num_now] = [True] * num_now
+        if is_running:
+            seq.num_pending_tokens = 1
+            seqs.append(seq)
+            ids.append(token_id)
+            wanted[place] = True
     num_accepted = [sum(wanted[token::num_tokens]) for token in range(1, num_tokens)]
     yield ScheduledBatch(decode=seqs, sampled=seqs), ids, wanted
     for token in range(1, num_tokens):

@@ -141,6 +141,8 @@ class TextDrafts:
         if not self._places:
             self._resume()
         self.num_before = self.num_equal
+        if len(self._places) == 1:
+            return self._read(self._source, self._places[0], self._limited(most, self._num_trusted), [])
         if self._places:
             return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
         return self._draft_from_few(most) if takes_short and self._is_suffix else []
@@ -279,7 +281,7 @@ class TextDrafts:
         token_ids = source[place : place + most].tolist()
         if END in token_ids:
             return token_ids[: token_ids.index(END)]
-        if source is self._index.tokens and token_ids:
+        if len(token_ids) < most and source is self._index.tokens and token_ids:
             num_read, whole = len(token_ids), before + token_ids
             for index in range(most - num_read):
                 whole.append(whole[index])

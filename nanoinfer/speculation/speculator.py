@@ -36,6 +36,7 @@ NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
 # Of many rows each proposal takes time, since steps are bound by arithmetic: it has to be as likely as rows / this.
 ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
+INDEXING_SHARE = 0.5  # of a plain step: for so long the host indexes texts, while the device computes it
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 NOTHING = Offers([], 0, {}, [], packs=False)
@@ -131,11 +132,24 @@ class Speculator:
         """Return whether the next step waits for the one in flight, because proposals are worth it."""
         if not (self._pays or self._proposed):
             promises = self._pay_for_watched(seqs, num_unknown=1)
-            self._pays = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
+            is_believed = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
+            self._pays = is_believed and self._index_all(seqs)
             if not self._pays:
                 self._is_asked = True
                 return False
         self._use_time()
+        return True
+
+    def _index_all(self, seqs: list[Sequence]) -> bool:
+        """Index the texts of all sequences, or of as many as there is time for now; return whether all are indexed."""
+        end = time.perf_counter() + INDEXING_SHARE * (self._controller.plain_seconds(len(seqs)) or 0.0)
+        for seq in seqs:
+            if time.perf_counter() > end:
+                return False
+            if (row := self._rows.get(seq)) is None:
+                self._row_of(seq, catches_up=True)
+            else:
+                row.drafts.catch_up()
         return True
 
     def _use_time(self) -> None:
@@ -221,10 +235,10 @@ class Speculator:
 
         catches_up: see `TextDrafts.draft`.
         """
-        if seq.sampling_params.logits_processors:
-            return None  # a user's function would be called for tokens that are not drawn
         row = self._rows.get(seq)
         if row is None:
+            if seq.sampling_params.logits_processors:
+                return None  # a user's function would be called for tokens that are not drawn
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts)
         verdict = row.follow(self.max_num_tokens, len(self._seqs) <= MAX_SHORT, catches_up)

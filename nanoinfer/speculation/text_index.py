@@ -36,7 +36,8 @@ class TextIndex:
 
     def places(self, text: "array[int]", most: int) -> list[int]:
         """Return the places in `tokens` after the last n-gram of a text, the newest first; at most so many."""
-        place, places = self._newest.get(text[-self.size :].tobytes(), -1), list[int]()
+        place = self._newest.get(text[-self.size :].tobytes(), -1)
+        places: list[int] = []
         while place >= 0 and len(places) < most:
             places.append(place)
             place = self._before[place - self.size]
