@@ -7,7 +7,7 @@ no trace: what it wrote lies behind the known tokens, and is written again.
 
 A proposer has to know all tokens of a sequence, so a step with proposals waits until the step before it is collected.
 The proposer says which steps are worth it; `nanoinfer/speculation` has the one that `speculative_config` asks for.
-Proposals take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected one by one, as if a
+Proposals take blocks from nobody: where none is free, a row has fewer. Drawn tokens are collected in turns, as if a
 step of its own had drawn each. So whatever ends a sequence, or is told of tokens, knows of single steps alone.
 """
 

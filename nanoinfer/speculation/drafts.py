@@ -226,9 +226,9 @@ class TextDrafts:
 
     def _look_up(self, most: int) -> None:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
-        best = 0.0
-        for index in (self._index, *(self._answers.halves if self._is_suffix else [])):
-            if places := index.places(self._index.tokens, MAX_PLACES):
+        tokens, best = self._index.tokens, 0.0
+        for index in (self._index, *self._answers.halves):
+            if places := index.places(tokens, MAX_PLACES):
                 match = self._best_match(index.tokens, places, most)
                 if match.score > best:
                     best = match.score

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.proposer import drawn_in_turns
+from nanoinfer.engine.scheduled_batch import ScheduledBatch
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.stopping import Stopping
 from nanoinfer.layers.attention.metadata import DecodeBatch, PackedLines
+from nanoinfer.metrics import EngineMetrics
 from nanoinfer.sampling.proposals import Proposals
 from nanoinfer.token_ids import NO_TOKEN, NOT_COUNTED
 from tests.models.test_architectures import VOCAB_SIZE, draw_options, save_random_model
@@ -402,6 +407,28 @@ def test_so_they_do_without_padding_between_rows(
     params = [plain, replace(plain, temperature=1.0), replace(plain, temperature=0.9, top_k=20, top_p=0.9, n=3)] * 3
     compare(folders(architecture), draw_prompts()[:9], params)
     assert max(paddings_left_out) > 10
+
+
+def test_tokens_that_end_nothing_and_that_nobody_watches_come_in_one_turn() -> None:
+    manager, stats = BlockManager(num_blocks=9, block_size=8), EngineMetrics()
+    names = ["alone", "stops", "is watched", "fills a block", "has a wrong proposal"]
+    params, seqs = SamplingParams(max_tokens=9), list[Sequence]()
+    for index, name in enumerate(names):
+        seqs.append(seq := Sequence(index, [1] * (7 if name == "fills a block" else 3), params))
+        stop_ids = frozenset({6 if name == "stops" else 0})
+        seq.stopping, seq.status = Stopping.of(params, seq.num_prompt_tokens, stop_ids, 99), SequenceStatus.RUNNING
+    batch = ScheduledBatch(decode=seqs, sampled=seqs, num_tokens=3, proposals=[[5, 6]] * 5)
+    token_ids = [5, 6, 7] * 4 + [4, NOT_COUNTED, NOT_COUNTED]
+    turns = []
+    for turn, ids, wanted in drawn_in_turns(batch, token_ids, stats, manager, watched={2}):
+        turns.append([(names[seq.seq_id], token_id) for seq, token_id in zip(turn.sampled, ids, strict=True)])
+        assert sum(wanted) == len(ids) + 2 * (len(turns) == 1), "the first of them has two more tokens of one row"
+        for seq, token_id in zip(turn.sampled, ids, strict=True):
+            seq.token_ids.append(token_id)
+    assert turns[0] == [("alone", 7), *[(name, 5) for name in names[1:4]], (names[4], 4)]
+    assert turns[1:] == [[(name, 6) for name in names[1:4]], [(name, 7) for name in names[1:4]]]
+    assert [seq.completion_token_ids for seq in seqs] == [[5, 6, 7]] * 4 + [[4]]
+    assert stats.num_accepted_tokens_per_pos == (4, 4)
 
 
 def test_packed_lines_are_those_of_rows_one_after_the_other() -> None:

@@ -199,6 +199,32 @@ def test_text_that_copies_its_prompt_has_proposals_and_what_they_save_is_counted
     assert stats.draft_seconds_saved > 30
 
 
+def test_texts_are_indexed_while_plain_steps_run_and_no_step_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a step for each of 64: at least five while one step runs."""
+    stats, seqs, clock = EngineMetrics(), sequences(64), FakeTime(monkeypatch)
+    spec, row_of, propose = (
+        Speculator(options_of("suffix", most=8), 8, True, stats),
+        Speculator._row_of,
+        Speculator.propose,
+    )
+    num_new = list[int]()
+
+    def slow_row_of(spec: Speculator, seq: Sequence, catches_up: bool) -> Any:
+        clock.now += 0.0 if seq in spec._rows else 0.1
+        return row_of(spec, seq, catches_up)
+
+    def noted(spec: Speculator, seqs: list[Sequence]) -> list[list[int]]:
+        num_before, proposed = len(spec._rows), propose(spec, seqs)
+        num_new.append(len(spec._rows) - num_before)
+        return proposed
+
+    monkeypatch.setattr(Speculator, "_row_of", slow_row_of)
+    monkeypatch.setattr(Speculator, "propose", noted)
+    assert run(spec, stats, seqs, [seq.prompt_token_ids * 6 for seq in seqs], clock) < 60
+    assert max(num_new) <= MAX_WATCHED
+    assert len(spec._rows) == 64
+
+
 @pytest.mark.parametrize("first", [0, 20, 36])
 def test_rows_that_begin_to_repeat_are_found_wherever_they_are(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of 40 rows. All have 300 tokens of nothing before."""
