@@ -11,7 +11,6 @@ names of its fields.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from operator import mul
 from typing import Any, NamedTuple, get_type_hints
 
@@ -179,7 +178,7 @@ def _proposals(batch: ScheduledBatch) -> NDArray[np.int32]:
     """Return how many tokens each decode row has, and the ids of the proposals among them, then zeros."""
     numbers = np.zeros((len(batch.proposals), batch.num_tokens), np.int32)
     numbers[:, 0] = [1 + len(ids) for ids in batch.proposals]
-    numbers[:, 1:][np.arange(1, batch.num_tokens) < numbers[:, :1]] = [*chain.from_iterable(batch.proposals)]
+    numbers[:, 1:][np.arange(1, batch.num_tokens) < numbers[:, :1]] = [one for ids in batch.proposals for one in ids]
     return numbers.ravel()
 
 
