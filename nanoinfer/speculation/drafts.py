@@ -53,19 +53,19 @@ class Match(NamedTuple):
 class EarlierAnswers:
     """Keeps the newest answers of the engine for "suffix".
 
-    Two indices take turns: when one is full, the other, which is older, is dropped.
+    Two indices take turns: when one is full, the other, which is older, is dropped. min_match: n of their n-grams.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int = MAX_CACHED_TOKENS) -> None:
-        self._max_requests, self._max_tokens = max_requests, max_tokens
+    def __init__(self, max_requests: int, max_tokens: int = MAX_CACHED_TOKENS, min_match: int = MIN_MATCH) -> None:
+        self._max_requests, self._max_tokens, self._min_match = max_requests, max_tokens, min_match
         self._num_answers = 0  # in the newer half
-        self.halves = [TextIndex(array("i"), MIN_MATCH)]
+        self.halves = [TextIndex(array("i"), min_match)]
 
     def add(self, token_ids: "array[int]") -> None:
         half = self.halves[0]
         is_full = len(half.tokens) + len(token_ids) > self._max_tokens // 2
         if self._num_answers >= max(1, self._max_requests // 2) or (is_full and half.tokens):
-            half, self._num_answers = TextIndex(array("i"), MIN_MATCH), 0
+            half, self._num_answers = TextIndex(array("i"), self._min_match), 0
             self.halves = [half, self.halves[0]] if self._max_requests > 1 else [half]
         if self._max_requests > 0:
             half.tokens.extend(token_ids[-self._max_tokens // 2 :])
@@ -96,6 +96,7 @@ class TextDrafts:
         self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
         self._has_missed = False  # whether the newest token was not that of the source
         self._left_at = self._ended_at = 0  # where the copy ended: in the source, and in the text
+        self._near: frozenset[int] | None = None  # the source's next tokens from there on, once `_resume` has asked
 
     def follow(self) -> None:
         """Take in the tokens that were appended to the text."""
@@ -178,7 +179,7 @@ class TextDrafts:
         self._of_few = self._of_few or TextIndex(self._index.tokens, 1)
         self._of_few.extend()
         tokens = self._index.tokens
-        if not (places := self._of_few.places(tokens, MAX_PLACES)):
+        if not (places := self._of_few.places(self._of_few.key(tokens), MAX_PLACES)):
             return []
         match = self._best_match(tokens, places, most)
         self.num_before = match.num_equal
@@ -204,7 +205,7 @@ class TextDrafts:
         self._has_missed = False
         self.num_equal = 0
         if not missed_before and self._num_matched > 1:
-            self._left_at, self._ended_at = place, position
+            self._left_at, self._ended_at, self._near = place, position, None
         if place + 1 < end and source[place + 1] == token_id:  # the source has one token more
             self._places = [place + 2]
         elif not missed_before and self._num_matched > 1:  # as if this token took the place of one of the source
@@ -217,19 +218,23 @@ class TextDrafts:
     def _resume(self) -> None:
         """Point to the newest token a little after the place where the copy ended, if it is there."""
         source, tokens = self._source, self._index.tokens
-        if self._num_trusted and len(tokens) - 1 - self._ended_at <= MAX_REPLACED:
+        if not self._num_trusted or len(tokens) - 1 - self._ended_at > MAX_REPLACED:
+            return
+        if (near := self._near) is None:
             end = min(self._left_at + MAX_REPLACED, len(source) - (source is tokens))
-            near, token_id = source[self._left_at : end], tokens[-1]
-            if token_id in near:
-                self._places = [self._left_at + near.index(token_id) + 1]
-                self._num_matched, self.num_equal, self._has_missed = 1, 1, False
+            near = frozenset(source[self._left_at : end])
+            if end == self._left_at + MAX_REPLACED:  # else the source may still grow
+                self._near = near
+        if tokens[-1] in near:
+            self._places = [source.index(tokens[-1], self._left_at) + 1]
+            self._num_matched, self.num_equal, self._has_missed = 1, 1, False
 
     def _look_up(self, most: int) -> None:
         """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
-        tokens, best = self._index.tokens, 0.0
+        key, best = self._index.key(self._index.tokens), 0.0
         for index in (self._index, *self._answers.halves):
-            if places := index.places(tokens, MAX_PLACES):
-                match = self._best_match(index.tokens, places, most)
+            if key in index.newest:  # mostly not, and a call takes longer
+                match = self._best_match(index.tokens, index.places(key, MAX_PLACES), most)
                 if match.score > best:
                     best = match.score
                     self._point(index.tokens, match.places, match.num_equal)
@@ -249,7 +254,7 @@ class TextDrafts:
         return best
 
     def _point(self, source: "array[int]", places: list[int], num_matched: int) -> None:
-        self._source, self._places, self._has_missed = source, places, False
+        self._source, self._places, self._has_missed, self._near = source, places, False, None
         self._num_matched = self._num_trusted = self.num_equal = num_matched
 
     def _go_on(self, source: "array[int]", places: list[int], most: int) -> Draft:

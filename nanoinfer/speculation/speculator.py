@@ -24,7 +24,7 @@ from nanoinfer.engine.interfaces import FEW_ROWS, RunnerLimits, row_sizes
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.metrics import EngineMetrics
 from nanoinfer.speculation.controller import MOST_EQUAL, Acceptance, Controller
-from nanoinfer.speculation.drafts import Ahead, EarlierAnswers, TextDrafts
+from nanoinfer.speculation.drafts import MIN_MATCH, Ahead, EarlierAnswers, TextDrafts
 from nanoinfer.speculation.offers import Kind, Offers
 from nanoinfer.speculation.text_index import num_right
 from nanoinfer.speculation.watch import MAX_WATCHED, Watch
@@ -113,7 +113,8 @@ class Speculator:
     ) -> None:
         self.max_num_tokens = max_num_tokens
         self._options, self._overlaps, self._stats = options, overlaps, stats
-        self._answers = EarlierAnswers(options.suffix_decoding_max_cached_requests)
+        min_match = min(MIN_MATCH, options.suffix_decoding_max_tree_depth)
+        self._answers = EarlierAnswers(options.suffix_decoding_max_cached_requests, min_match=min_match)
         self._learns = options.method == "suffix"
         self._controller, self._packs_lines = Controller(), packs_lines
         self._choices = [size - 1 for size in row_sizes(max_num_tokens + 1)]

@@ -14,18 +14,19 @@ END = -1  # follows each of several texts; no text has it
 class TextIndex:
     """Knows the n-grams of a text that grows.
 
-    tokens: the text, int32; whoever appends to it calls `extend` then. size: n.
+    tokens: the text, int32; whoever appends to it calls `extend` then. size: n. newest: of each n-gram, by its `key`,
+    the place after its newest occurrence.
     """
 
     def __init__(self, tokens: "array[int]", size: int) -> None:
         self.tokens = tokens
         self.size = size
-        self._newest: dict[bytes, int] = {}  # n-gram -> place after its newest occurrence
+        self.newest: dict[bytes, int] = {}
         self._before = array("i")  # for each place from `size` on, the one after the same n-gram before; -1 for none
 
     def extend(self) -> None:
         """Add what was appended to the text. The n-gram at its very end comes in with the token after it."""
-        size, newest, before = self.size, self._newest, self._before
+        size, newest, before = self.size, self.newest, self._before
         first = size + len(before)
         text = self.tokens[first - size : -1].tobytes()
         width = size * TOKEN_BYTES
@@ -34,9 +35,13 @@ class TextIndex:
             before.append(newest.get(key, -1))
             newest[key] = place
 
-    def places(self, text: "array[int]", most: int) -> list[int]:
-        """Return the places in `tokens` after the last n-gram of a text, the newest first; at most so many."""
-        place = self._newest.get(text[-self.size :].tobytes(), -1)
+    def key(self, text: "array[int]") -> bytes:
+        """Return the last n-gram of a text, by which indices of the same n know it."""
+        return text[-self.size :].tobytes()
+
+    def places(self, key: bytes, most: int) -> list[int]:
+        """Return the places in `tokens` after an n-gram, the newest first; at most so many."""
+        place = self.newest.get(key, -1)
         places: list[int] = []
         while place >= 0 and len(places) < most:
             places.append(place)

@@ -41,8 +41,8 @@ def test_an_index_finds_all_places_of_the_last_tokens_the_newest_first(size: int
         index.extend()
         last = tokens[-size:]
         places = [place for place in range(size, len(tokens)) if tokens[place - size : place] == last]
-        assert index.places(tokens, 1000) == (places[::-1] if len(tokens) >= size else [])
-        assert index.places(tokens, 2) == index.places(tokens, 1000)[:2]
+        assert index.places(index.key(tokens), 1000) == (places[::-1] if len(tokens) >= size else [])
+        assert index.places(index.key(tokens), 2) == index.places(index.key(tokens), 1000)[:2]
 
 
 def test_ngrams_go_on_from_the_longest_match() -> None:
