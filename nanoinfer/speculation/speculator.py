@@ -36,7 +36,7 @@ NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
 # Of many rows each proposal takes time, since steps are bound by arithmetic: it has to be as likely as rows / this.
 ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
 MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
-INDEXING_SHARE = 0.5  # of a plain step: for so long the host indexes texts, while the device computes it
+INDEXING_SHARE = 0.75  # of a plain step: for so long the host indexes texts, while the device computes a step
 MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
 FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
 NOTHING = Offers([], 0, {}, [], packs=False)
@@ -138,7 +138,7 @@ class Speculator:
             if not self._pays:
                 self._is_asked = True
                 return False
-        self._use_time()
+        self._use_time(seqs)
         return True
 
     def _index_all(self, seqs: list[Sequence]) -> bool:
@@ -153,14 +153,13 @@ class Speculator:
                 row.drafts.catch_up()
         return True
 
-    def _use_time(self) -> None:
+    def _use_time(self, seqs: list[Sequence]) -> None:
         """Do what does not depend on the tokens of the step in flight, while a device computes it."""
         self._learn()
+        self._index_all(seqs)
         for row, proposed in zip(self._drafted, self._proposed or [[]] * len(self._drafted), strict=True):
-            if row is not None:
-                row.drafts.catch_up()
-                if row.seq.constraint is None:
-                    row.ahead = row.drafts.look_ahead(len(proposed), self.max_num_tokens)
+            if row is not None and row.seq.constraint is None:
+                row.ahead = row.drafts.look_ahead(len(proposed), self.max_num_tokens)
 
     def _learn(self) -> None:
         """Learn how likely proposals are, from the drafts that were followed, and the answers of ended sequences."""
@@ -234,11 +233,11 @@ class Speculator:
     def _row_of(self, seq: Sequence, catches_up: bool) -> DraftedRow | None:
         """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals.
 
-        catches_up: see `TextDrafts.draft`.
+        catches_up: see `TextDrafts.draft`. Else a new text has none, either: `_index_all` has time for it soon.
         """
         row = self._rows.get(seq)
         if row is None:
-            if seq.sampling_params.logits_processors:
+            if seq.sampling_params.logits_processors or not catches_up:
                 return None  # a user's function would be called for tokens that are not drawn
             drafts = TextDrafts(self._options, seq.token_ids, self._answers)
             row = self._rows[seq] = DraftedRow(seq, drafts)

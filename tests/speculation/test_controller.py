@@ -200,7 +200,7 @@ def test_text_that_copies_its_prompt_has_proposals_and_what_they_save_is_counted
 
 
 def test_texts_are_indexed_while_plain_steps_run_and_no_step_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of a step for each of 64: at least five while one step runs."""
+    """Each of 64 takes a tenth of a step."""
     stats, seqs, clock = EngineMetrics(), sequences(64), FakeTime(monkeypatch)
     spec, row_of, propose = (
         Speculator(options_of("suffix", most=8), 8, True, stats),
