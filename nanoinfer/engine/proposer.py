@@ -93,7 +93,8 @@ def drawn_in_turns(
     Each comes with its token ids, and with which of all tokens of the step are in it and wanted: those of sequences
     that were still running. If rows have several tokens, all first ones come first, then those second ones that count,
     and so on. What has finished with a token gets none of the later ones. Most tokens end nothing, and nobody asks for
-    them one by one. To save time, these are appended here, with the first step, which has the row's last token.
+    them one by one. To save time, those of a row are appended here, all but the last one, which comes in the first
+    turn.
 
     stats: where proposals are counted. watched: by seq_id, whose tokens somebody looks at one by one.
     """
