@@ -206,6 +206,24 @@ def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(num_kv_heads:
     assert_equals_specification(Case(Layer(num_kv_heads=num_kv_heads, block_size=32), (96, 33, 0, 1)))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Layer(3, num_kv_heads=1), (1, 150, 0, 90)),
+        Case(Layer(has_sinks=True, window=40, block_size=48), (1, 20, 0, 133)),
+        Case(Layer(num_kv_heads=1), (100, 20), num_row_tokens=(3, 1)),
+        SHARED_CASES["two groups of rows, groups of 2"],
+    ],
+)
+def test_programs_that_combine_by_rows_leave_the_bits_of_those_by_shares(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_kernels, "ROWS_TO_SHARES", 0)
+    by_rows = assert_equals_specification(case)
+    monkeypatch.setattr(decode_kernels, "ROWS_TO_SHARES", 1000)
+    assert torch.equal(by_rows, assert_equals_specification(case))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN
 def test_a_row_of_nan_does_not_spoil_the_next_one() -> None:
     """With 8 KV heads, one program goes through all rows of a head."""

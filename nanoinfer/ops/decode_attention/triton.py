@@ -50,10 +50,11 @@ ENDS_ROW, BEGINS_LATER = tl.constexpr(1), tl.constexpr(2)
 LATER_SHIFT, LATER_MASK, HIDDEN_SHIFT = tl.constexpr(2), tl.constexpr(63), tl.constexpr(8)
 # Weights of a cache in 8 bits are 2**6 times as large, so that float16 still holds them times a small scale.
 LIFT = tl.constexpr(6)
-# Of heads of more than 256: where the shares are at least so many times the rows, each program that combines has a row,
-# as nearly none would find one by its share, and some dimensions, as each row has many splits. Of one or two rows, a
-# long context has a split for each program of the GPU. More programs then read more splits at a time, so that none
-# waits for memory often; of a short context, they read a tile of few splits.
+# Where the shares are at least so many times the rows, each program that combines has a row, as nearly none would find
+# one by its share. So there are few of them, and the kernel after it, which waits until all of them run, fetches its
+# weights while attention computes. Of heads of more than 256 each has some dimensions, as each row has many splits. Of
+# one or two rows, a long context has a split for each program of the GPU. More programs then read more splits at a
+# time, so that none waits for memory often; of a short context, they read a tile of few splits.
 ROWS_TO_SHARES, FEW_ROWS_TO_SHARES = 4, 64
 OF_ROWS, OF_FEW_ROWS = (32, 128, 4), (128, 32, 4)  # splits that are combined at a time, dimensions, warps
 FEW_SPLITS = 32
@@ -761,10 +762,10 @@ def combine(plan, num_sharers, partials, lse, out, out_lse, shapes):
     # One token's queries are so few that each has a program.
     queries = 1 if num_sharers is None and shapes["num_tokens"] == 1 else math.gcd(4, num_queries)
     is_wide = head_dim > 256
-    by_row = is_wide and num_rows * ROWS_TO_SHARES <= num_shares
+    by_row = num_rows * ROWS_TO_SHARES <= num_shares
     # Small programs, which fit on the GPU beside those that they wait for.
     splits, dims, num_warps = (8, padded, 4) if is_wide else (16, padded, 2)
-    if by_row:
+    if by_row and is_wide:
         splits, dims, num_warps = OF_FEW_ROWS if num_rows * FEW_ROWS_TO_SHARES <= num_shares else OF_ROWS
     combine_kernel[(num_kv_heads * num_queries // queries * (padded // dims), num_rows if by_row else num_shares - 1)](
         tiles,
