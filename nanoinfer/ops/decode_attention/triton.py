@@ -339,14 +339,17 @@ def _paged_decode_kernel(
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
+    query = tl.arange(0, QUERIES)
     # The plan was made before the first layer, so it is there before the previous kernel is done.
     num_tiles = tl.load(row_starts_ptr + num_rows)
+    first, last = share_of(num_tiles, share, num_shares)
+    # Whether the row of the first tile begins in this share: the tile before it ends another row.
+    begins_here = (tl.load(tiles_ptr + first * 4 - 1, mask=first > 0, other=ENDS_ROW) & ENDS_ROW) != 0
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + kv_head * group_size + query % group_size).to(tl.float32) * LOG2_E
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    first, last = share_of(num_tiles, share, num_shares)
-
-    query = tl.arange(0, QUERIES)
     dim = tl.arange(0, HEAD_DIM)
     token = tl.arange(0, TILE)
     is_dim = (dim < head_dim)[None, :]
@@ -392,7 +395,6 @@ def _paged_decode_kernel(
         state = attend_to_tile(state, scores, v, v_scales, dtype, k.dtype, ASM)
 
         if ends_row | (tile == last - 1):
-            begins_here = tl.load(row_starts_ptr + row) >= first
             result, lse = results_of(state)
             first_line = row.to(tl.int64) * (num_tokens * num_kv_heads * group_size)
             if num_sharers_ptr is not None:
@@ -406,9 +408,7 @@ def _paged_decode_kernel(
                 prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
                 result, lse = add_results(result, lse, prefix, prefix_lse)
             if sinks_ptr is not None:  # what has a log-sum-exp and no value; it counts once, too
-                head = kv_head * group_size + query % group_size
-                sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-                sink = tl.where(begins_here, sink, float("-inf"))
+                sink = tl.where(begins_here, sinks, float("-inf"))
                 result, lse = add_results(result, lse, tl.zeros_like(result), sink)
             if ends_row & begins_here:
                 out_ptrs = out_ptr + first_line * head_dim + line_offsets
@@ -421,6 +421,7 @@ def _paged_decode_kernel(
                 tl.store(partials_ptr + partial_offsets, result, mask=mask)
                 tl.store(lse_ptr + partial + query, lse, mask=is_query)
         state = reset_where(state, ends_row)
+        begins_here |= ends_row
 
 
 @triton.jit
