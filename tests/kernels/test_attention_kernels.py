@@ -98,6 +98,26 @@ def test_a_soft_cap_holds_scores_however_large_they_are(query_lens: list[int] | 
     assert last.abs().amax() < 0.5 * step.cache.v.nan_to_num().abs().amax()
 
 
+def test_the_first_long_prompt_on_hopper_compiles_what_short_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is launched with no tiles, and not again."""
+    from nanoinfer.layers.attention import triton
+    from nanoinfer.ops.prefill_attention import hopper
+
+    step, launches = random_step(Layer(), [40, 600], [40, 600]), []
+    expected = step.run(TritonBackend(step.spec))
+
+    def compute(q: Tensor, cache: LayerCache, tiles: Tensor, *others: object) -> Tensor:
+        launches.append((len(q), len(tiles)))
+        return prefill_kernels.paged_prefill_attention(q, cache, tiles, *others)
+
+    monkeypatch.setattr(triton, "LONG_CONTEXT", 0)
+    monkeypatch.setattr(triton, "paged_prefill_attention", compute)
+    monkeypatch.setattr(hopper, "hopper_prefill_attention", lambda *_: expected)
+    backend = TritonBackend(step.spec, has_hopper_kernel=True)
+    assert step.run(backend) is step.run(backend) is expected
+    assert launches == [(1, 0)]
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3, 7, 64, 200])
 def test_a_plan_of_prefill_has_every_token_once_and_what_fits_into_a_tile(group_size: int) -> None:
     query_lens, context_lens = (1, 130, 3, 300), (5, 130, 3, 1000)
@@ -204,6 +224,24 @@ def test_decode_survives_scores_that_overflow_a_naive_softmax() -> None:
 def test_decode_does_not_depend_on_how_the_contexts_are_shared_out(num_kv_heads: int) -> None:
     """7 tiles of 32 tokens, and eight programs, two programs or one for each head."""
     assert_equals_specification(Case(Layer(num_kv_heads=num_kv_heads, block_size=32), (96, 33, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Layer(3, num_kv_heads=1), (1, 150, 0, 90)),
+        Case(Layer(has_sinks=True, window=40, block_size=48), (1, 20, 0, 133)),
+        Case(Layer(num_kv_heads=1), (100, 20), num_row_tokens=(3, 1)),
+        SHARED_CASES["two groups of rows, groups of 2"],
+    ],
+)
+def test_programs_that_combine_by_rows_leave_the_bits_of_those_by_shares(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_kernels, "ROWS_TO_SHARES", 0)
+    by_rows = assert_equals_specification(case)
+    monkeypatch.setattr(decode_kernels, "ROWS_TO_SHARES", 1000)
+    assert torch.equal(by_rows, assert_equals_specification(case))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy warns of NaN

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from nanoinfer.ops.experts import triton as kernels
 from nanoinfer.ops.experts.spec import ExpertWeights, expert_mlp
+from nanoinfer.ops.routing.triton import TilePlan
 from tests.kernels.helpers import loops_are_interpreted
 from tests.kernels.test_moe import CASES, randn, random_ids, weights_of
 
@@ -99,6 +100,28 @@ def test_weights_in_mxfp4_whose_depth_is_no_whole_block_equal_the_specification(
     ]
     assert_close(actual, expert_mlp(x, *wide, *routing, CLAMPS), 16 if dtype == torch.float16 else 64)
     assert torch.equal(expert_mlp(x, *packed, *routing, CLAMPS), expert_mlp(x, *wide, *routing, CLAMPS))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_e2m1", "num_tiles", "expected"),
+    [
+        ((32, 2880, 368), True, 4, 2),  # down of gpt-oss-20b, one token
+        ((32, 2880, 368), True, 16, 2),
+        ((32, 2880, 368), True, 32, 1),
+        ((128, 2048, 96), False, 16, 2),  # of Qwen3-30B-A3B in int4, two tokens
+        ((128, 2048, 96), False, 32, 1),
+        ((32, 2880, 48), True, 4, 1),  # three blocks
+    ],
+)
+def test_down_sums_in_two_parts_where_few_programs_would_take_long(
+    shape: tuple[int, int, int], is_e2m1: bool, num_tiles: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanoinfer.ops.experts import hopper_int4
+
+    monkeypatch.setattr(hopper_int4, "num_multiprocessors", lambda device: 132)
+    down = ExpertWeights(torch.empty(shape, dtype=torch.int32, device="meta"), is_e2m1=is_e2m1)
+    plan = TilePlan(None, torch.zeros(num_tiles, dtype=torch.int32), None, tile_size=16)
+    assert hopper_int4.num_parts(down, plan, torch.device("cpu")) == expected
 
 
 def test_a_scale_of_255_is_nan() -> None:

@@ -68,6 +68,7 @@ class TritonBackend(AttentionBackend):
         self.spec = spec
         self.for_prefill = for_prefill
         self.has_hopper_kernel = has_hopper_kernel
+        self.compiles_common_kernel = has_hopper_kernel  # with the first long prompt, for later short ones
         self.name = f"triton, {for_prefill.name} in prefill" if for_prefill else "triton"
         self.max_row_tokens = max_queries(spec.head_dim) // spec.group_size
         reads_prefixes_once = spec.window is None and spec.causal
@@ -98,6 +99,9 @@ class TritonBackend(AttentionBackend):
         if plan.counters is not None:
             from nanoinfer.ops.prefill_attention.hopper import hopper_prefill_attention
 
+            if self.compiles_common_kernel:  # engines load with a long prompt, and users may come with short ones
+                self.compiles_common_kernel = False
+                paged_prefill_attention(q[:1], cache, plan.tiles[:0], tables, spec.scale)
             if plan.blocks is not None:
                 cache, tables = widened_cache(cache, plan.blocks, q.dtype), plan.blocks.block_tables
             lens = metadata.cu_context_lens

@@ -50,10 +50,11 @@ ENDS_ROW, BEGINS_LATER = tl.constexpr(1), tl.constexpr(2)
 LATER_SHIFT, LATER_MASK, HIDDEN_SHIFT = tl.constexpr(2), tl.constexpr(63), tl.constexpr(8)
 # Weights of a cache in 8 bits are 2**6 times as large, so that float16 still holds them times a small scale.
 LIFT = tl.constexpr(6)
-# Of heads of more than 256: where the shares are at least so many times the rows, each program that combines has a row,
-# as nearly none would find one by its share, and some dimensions, as each row has many splits. Of one or two rows, a
-# long context has a split for each program of the GPU. More programs then read more splits at a time, so that none
-# waits for memory often; of a short context, they read a tile of few splits.
+# Where the shares are at least so many times the rows, each program that combines has a row, as nearly none would find
+# one by its share. So there are few of them, and the kernel after it, which waits until all of them run, fetches its
+# weights while attention computes. Of heads of more than 256 each has some dimensions, as each row has many splits. Of
+# one or two rows, a long context has a split for each program of the GPU. More programs then read more splits at a
+# time, so that none waits for memory often; of a short context, they read a tile of few splits.
 ROWS_TO_SHARES, FEW_ROWS_TO_SHARES = 4, 64
 OF_ROWS, OF_FEW_ROWS = (32, 128, 4), (128, 32, 4)  # splits that are combined at a time, dimensions, warps
 FEW_SPLITS = 32
@@ -338,14 +339,17 @@ def _paged_decode_kernel(
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
+    query = tl.arange(0, QUERIES)
     # The plan was made before the first layer, so it is there before the previous kernel is done.
     num_tiles = tl.load(row_starts_ptr + num_rows)
+    first, last = share_of(num_tiles, share, num_shares)
+    # Whether the row of the first tile begins in this share: the tile before it ends another row.
+    begins_here = (tl.load(tiles_ptr + first * 4 - 1, mask=first > 0, other=ENDS_ROW) & ENDS_ROW) != 0
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + kv_head * group_size + query % group_size).to(tl.float32) * LOG2_E
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    first, last = share_of(num_tiles, share, num_shares)
-
-    query = tl.arange(0, QUERIES)
     dim = tl.arange(0, HEAD_DIM)
     token = tl.arange(0, TILE)
     is_dim = (dim < head_dim)[None, :]
@@ -391,7 +395,6 @@ def _paged_decode_kernel(
         state = attend_to_tile(state, scores, v, v_scales, dtype, k.dtype, ASM)
 
         if ends_row | (tile == last - 1):
-            begins_here = tl.load(row_starts_ptr + row) >= first
             result, lse = results_of(state)
             first_line = row.to(tl.int64) * (num_tokens * num_kv_heads * group_size)
             if num_sharers_ptr is not None:
@@ -405,9 +408,7 @@ def _paged_decode_kernel(
                 prefix_lse = tl.where(begins_here, prefix_lse, float("-inf"))  # it counts once, in the first share
                 result, lse = add_results(result, lse, prefix, prefix_lse)
             if sinks_ptr is not None:  # what has a log-sum-exp and no value; it counts once, too
-                head = kv_head * group_size + query % group_size
-                sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-                sink = tl.where(begins_here, sink, float("-inf"))
+                sink = tl.where(begins_here, sinks, float("-inf"))
                 result, lse = add_results(result, lse, tl.zeros_like(result), sink)
             if ends_row & begins_here:
                 out_ptrs = out_ptr + first_line * head_dim + line_offsets
@@ -420,6 +421,7 @@ def _paged_decode_kernel(
                 tl.store(partials_ptr + partial_offsets, result, mask=mask)
                 tl.store(lse_ptr + partial + query, lse, mask=is_query)
         state = reset_where(state, ends_row)
+        begins_here |= ends_row
 
 
 @triton.jit
@@ -761,10 +763,10 @@ def combine(plan, num_sharers, partials, lse, out, out_lse, shapes):
     # One token's queries are so few that each has a program.
     queries = 1 if num_sharers is None and shapes["num_tokens"] == 1 else math.gcd(4, num_queries)
     is_wide = head_dim > 256
-    by_row = is_wide and num_rows * ROWS_TO_SHARES <= num_shares
+    by_row = num_rows * ROWS_TO_SHARES <= num_shares
     # Small programs, which fit on the GPU beside those that they wait for.
     splits, dims, num_warps = (8, padded, 4) if is_wide else (16, padded, 2)
-    if by_row:
+    if by_row and is_wide:
         splits, dims, num_warps = OF_FEW_ROWS if num_rows * FEW_ROWS_TO_SHARES <= num_shares else OF_ROWS
     combine_kernel[(num_kv_heads * num_queries // queries * (padded // dims), num_rows if by_row else num_shares - 1)](
         tiles,

@@ -13,6 +13,7 @@ it.
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,10 +36,15 @@ from nanoinfer.ops.int4.hopper import (
     _quarters,
 )
 from nanoinfer.ops.int4.triton import BLOCK, TIMES_F16, WORDS
+from nanoinfer.ops.routing.triton import TilePlan
 
 # With fewer programs of 128 rows of the weight on each multiprocessor, they have half the rows. In MXFP4 this is so for
 # tiles of 16 pairs, those of up to 16 tokens of gpt-oss (11.6 programs).
 MAX_SMALL, MAX_SMALL_E2M1 = 2, 12
+SMALL_LINES = 64
+# With fewer programs of so many rows on each multiprocessor, two programs share the sums of down, if these have so many
+# blocks. The activations of gate and up need whole sums.
+MAX_SPLIT, MIN_SPLIT_BLOCKS = 6, 4
 EXPONENTS_LAYOUT = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
 TIMES_BF16 = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 
@@ -92,14 +98,15 @@ def _fill_weight(weight, step, buffers, full, E2M1: gl.constexpr, STAGES: gl.con
 
     Of MXFP4 the exponents, too: one word for each line.
     """
-    words_desc, line, distance, exponents_ptrs = weight
+    words_desc, line, distance, exponents_ptrs, first_block = weight
     _, words, exponents = buffers
     part: gl.constexpr = words.shape[1] // 2
     stage = step % STAGES
+    word = (first_block + step) * WORDS
     barrier = full.index(stage)
     mbarrier.expect(barrier, 2 * words_desc.block_type.nbytes)
-    load_tile(words_desc, [line, step * WORDS], barrier, words.index(stage).slice(0, part))
-    load_tile(words_desc, [line + distance, step * WORDS], barrier, words.index(stage).slice(part, part))
+    load_tile(words_desc, [line, word], barrier, words.index(stage).slice(0, part))
+    load_tile(words_desc, [line + distance, word], barrier, words.index(stage).slice(part, part))
     if E2M1:
         gather(exponents.index(stage), exponents_ptrs + step)
 
@@ -140,7 +147,7 @@ def _tile_product(
     rows,  # offset of each pair's row, and whether there is one
     expert,
     first_line,
-    num_blocks,
+    blocks,  # the first one, how many there are, and how many a line has
     num_lines: gl.constexpr,
     num_groups: gl.constexpr,
     depth: gl.constexpr,
@@ -154,6 +161,7 @@ def _tile_product(
     OVERLAP: gl.constexpr,
 ):
     """Return the lines' products with the rows of x, (LINES, ROWS)."""
+    first_block, num_blocks, all_blocks = blocks
     x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, acc.shape[1], BLOCK], SWIZZLED)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, acc.shape[0], WORDS], words_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -165,10 +173,10 @@ def _tile_product(
         exponents = gl.allocate_shared_memory(gl.int32, [STAGES, acc.shape[0]], EXPONENTS_LAYOUT)
         place = gl.arange(0, acc.shape[0], gl.BlockedLayout([1], [32], [WARPS], [0]))
         line = expert * num_lines + _line_of(first_line, place, num_lines, acc.shape[0], DISTANCE)
-        exponents_ptrs = pointers[0] + line.to(gl.int64) * num_blocks
-    k = gl.arange(0, BLOCK, gl.SliceLayout(0, GATHERING))
+        exponents_ptrs = pointers[0] + line.to(gl.int64) * all_blocks + first_block
+    k = first_block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, GATHERING))
     rows = (x_ptr + gl.expand_dims(rows[0], 1) + gl.expand_dims(k, 0), gl.expand_dims(rows[1], 1), k)
-    weight = (words_desc, expert * num_lines + first_line, DISTANCE, exponents_ptrs)
+    weight = (words_desc, expert * num_lines + first_line, DISTANCE, exponents_ptrs, first_block)
     buffers = (x, words, exponents)
     for step in gl.static_range(STAGES):
         if step < num_blocks:
@@ -186,7 +194,7 @@ def _tile_product(
     for step in range(num_blocks):
         stage = step % STAGES
         if not E2M1:
-            terms = _load_groups(pointers, line, step, 1, GROUP_BLOCKS)
+            terms = _load_groups(pointers, line, first_block + step, 1, GROUP_BLOCKS)
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         fence_async_shared()  # the rows were not copied in bulk; it waits for loads
         if E2M1:
@@ -232,7 +240,7 @@ def _store_products(acc, products, num_choices: gl.constexpr, num_lines: gl.cons
     pair = _load_pairs(pairs_ptr, first, gl.arange(0, num_rows, gl.SliceLayout(0, layout)), num_pairs)
     is_pair = pair < num_pairs
     pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
-    out_row = row_of_result(pair, num_pairs, num_choices)
+    out_row = row_of_result(pair, num_pairs, num_choices) + gl.program_id(2) * num_pairs
     out_ptrs = out_ptr + gl.expand_dims(out_row * num_lines, 0) + column
     out = (acc * gl.expand_dims(pair_weight, 0)).to(out_ptr.dtype.element_ty)
     gl.store(out_ptrs, out, mask=gl.expand_dims(is_pair, 0) & (column < num_lines))
@@ -291,7 +299,10 @@ def _hopper_int4_experts_kernel(
             layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
             _store_products(gl.zeros([LINES, ROWS], gl.float32, layout), products, num_choices, num_lines)
         return
-    source = (x_ptr, words_desc, (scales_ptr, zeros_ptr), bias_ptr, x_row_stride, num_blocks)
+    part_blocks = gl.cdiv(num_blocks, gl.num_programs(2))
+    first_block = gl.program_id(2) * part_blocks
+    blocks = (first_block, gl.minimum(part_blocks, num_blocks - first_block), num_blocks)
+    source = (x_ptr, words_desc, (scales_ptr, zeros_ptr), bias_ptr, x_row_stride, blocks)
     if pairs_ptr is not None and ROWS > 16:  # noqa: SIM102  # a constant alone chooses the code
         if gl.load(pairs_ptr + first + ROWS // 2) >= num_pairs:
             _compute_tile(
@@ -326,7 +337,7 @@ def _compute_tile(
     OVERLAP: gl.constexpr,
 ):
     """Multiply a program's lines with the first rows of a tile, and write the results."""
-    x_ptr, words_desc, pointers, bias_ptr, x_row_stride, num_blocks = source
+    x_ptr, words_desc, pointers, bias_ptr, x_row_stride, blocks = source
     pairs_ptr, first, _, _, first_line, num_pairs = products
     distance: gl.constexpr = num_lines // 2 if GATED else LINES // 2  # from the first part of the lines to the second
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -336,13 +347,13 @@ def _compute_tile(
     row = pair // num_choices if GATED else pair
     acc = _tile_product(
         gl.zeros([LINES, ROWS], gl.float32, layout), x_ptr, words_desc, pointers,
-        (row.to(gl.int64) * x_row_stride, pair < num_pairs), expert, first_line, num_blocks, num_lines, num_groups,
+        (row.to(gl.int64) * x_row_stride, pair < num_pairs), expert, first_line, blocks, num_lines, num_groups,
         depth, gathering, distance, GATED, GROUP_BLOCKS, E2M1, STAGES, WARPS, OVERLAP,
     )  # fmt: skip
     if bias_ptr is not None:
         line = _line_of(first_line, gl.arange(0, LINES, gl.SliceLayout(1, layout)), num_lines, LINES, distance)
         bias = gl.load(bias_ptr + expert.to(gl.int64) * num_lines + line)
-        acc += gl.expand_dims(bias.to(gl.float32), 1)
+        acc += gl.expand_dims(gl.where(gl.program_id(2) == 0, bias.to(gl.float32), 0.0), 1)
     if GATED:
         _store_activations(acc, products, clamps, num_lines // 2, CLAMPED, GATED == 2)
     else:
@@ -350,15 +361,17 @@ def _compute_tile(
 
 
 def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
-    """Do what `grouped_product` of `triton.py` does, by a weight in 4 bits that `serves` accepts."""
+    """Do what `grouped_product` of `triton.py` does, by a weight in 4 bits that `serves` accepts.
+
+    out: of down (num_parts * num_choices, num_tokens, num_rows), in parts that are to be added up.
+    """
     num_experts, num_lines, num_words = weight.values.shape
     num_blocks, num_groups = num_words // WORDS.value, weight.num_groups
     num_slots = len(plan.tile_experts)
-    most = MAX_SMALL_E2M1 if weight.is_e2m1 and plan.tile_size == 16 else MAX_SMALL
-    is_few = num_slots * triton.cdiv(num_lines, 128) < most * num_multiprocessors(x.device)
-    lines, stages = (64, 4) if is_few else (128, 3)  # rows of the weight for a program; buffers
+    lines, stages = _tiling(weight, plan, x.device)
+    num_parts = 1 if is_gated else len(out) // pair_weights.shape[1]
     words = weight.values.view(num_experts * num_lines, num_words)
-    _hopper_int4_experts_kernel[(triton.cdiv(num_lines, lines), num_slots)](
+    _hopper_int4_experts_kernel[(triton.cdiv(num_lines, lines), num_slots, num_parts)](
         x,
         TensorDescriptor.from_tensor(words, [lines // 2, WORDS.value], WORDS_LAYOUT),
         weight.scales,
@@ -388,6 +401,22 @@ def grouped_product(x, weight, plan, pair_weights, out, is_gated, clamps=None):
         **overlap_options(x.device),
         **_register_limit(plan.tile_size, weight.is_e2m1),
     )
+
+
+def _tiling(weight: ExpertWeights, plan: TilePlan, device: torch.device) -> tuple[int, int]:
+    """Return the rows of the weight that a program has, and how many buffers."""
+    most = MAX_SMALL_E2M1 if weight.is_e2m1 and plan.tile_size == 16 else MAX_SMALL
+    num_programs = len(plan.tile_experts) * triton.cdiv(weight.values.shape[1], 128)
+    return (SMALL_LINES, 4) if num_programs < most * num_multiprocessors(device) else (128, 3)
+
+
+def num_parts(down: ExpertWeights, plan: TilePlan, device: torch.device) -> int:
+    """Return in how many parts down's sums are computed: in two, where few programs would take long with whole ones."""
+    _, num_lines, num_words = down.values.shape
+    lines, _ = _tiling(down, plan, device)
+    num_programs = len(plan.tile_experts) * triton.cdiv(num_lines, lines)
+    is_split = lines == SMALL_LINES and num_programs < MAX_SPLIT * num_multiprocessors(device)
+    return 2 if is_split and num_words >= MIN_SPLIT_BLOCKS * WORDS.value else 1
 
 
 def _register_limit(rows: int, is_e2m1: bool) -> dict[str, int]:

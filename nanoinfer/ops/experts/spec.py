@@ -59,6 +59,7 @@ def expert_mlp(
 ) -> Tensor:
     """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
 
+    A kernel may compute these in parts, which are to be added up: (num_parts * num_experts_per_tok, ...).
     hidden: (num_tokens, hidden_size), rows contiguous. gate_up: (num_experts, 2 * inner_size, hidden_size), gate before
     up. down: (num_experts, hidden_size, inner_size). clamps: limit and alpha of `clamped_swiglu`; None: plain SwiGLU.
     is_geglu: whether it is GeGLU instead, by the tanh approximation of GELU.

@@ -222,11 +222,10 @@ def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None, is_geglu
     for name, tensor in tensors.items():
         assert tensor.is_contiguous(), f"{name} must be contiguous, strides {tensor.stride()}"
     assert hidden.stride(1) == 1, f"the rows of hidden must be contiguous, strides {hidden.stride()}"
-    num_experts, num_pairs = len(down.values), expert_ids.numel()
-    gated = hidden.new_empty(num_pairs, gate_up.values.shape[1] // 2)
-    out = hidden.new_empty(expert_ids.shape[1], *hidden.shape)
+    num_experts, num_pairs, num_terms = len(down.values), expert_ids.numel(), expert_ids.shape[1]
     if num_pairs == 0:
-        return out
+        return hidden.new_empty(num_terms, *hidden.shape)
+    gated = hidden.new_empty(num_pairs, gate_up.values.shape[1] // 2)
     rows = tile_rows(num_pairs, num_experts, hidden.dtype)
     in_4_bits = _reads_4_bits(hidden, gate_up, down, num_pairs, rows)
     if in_4_bits:
@@ -238,10 +237,12 @@ def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None, is_geglu
 
         if hopper_int4.serves(hidden, gate_up) and hopper_int4.serves(gated, down):
             product = hopper_int4.grouped_product
+            num_terms *= hopper_int4.num_parts(down, plan, hidden.device)
     elif not in_4_bits and _has_hopper_kernel(hidden, gated.shape[1], rows):
         from nanoinfer.ops.experts import hopper
 
         product = hopper.grouped_product
+    out = hidden.new_empty(num_terms, *hidden.shape)
     # Both weights are widened one after the other, in the same memory.
     glu = GEGLU.value if is_geglu else True
     product(hidden, _held(gate_up, in_4_bits, hidden.dtype), plan, weights, gated, is_gated=glu, clamps=clamps)

@@ -225,6 +225,8 @@ def choose_tiling(num_rows: int, num_lines: int, size: int, gated: bool) -> Tili
     if size <= 4 * DEPTH:
         return Tiling(warps=4, slices=1, outputs=2 if gated else 4, ahead=4)
     if num_lines <= 2048:
+        if num_rows > 2 and num_lines > 1024 and not gated:
+            return Tiling(warps=8, slices=4, outputs=4, ahead=2)
         return Tiling(warps=8, slices=4, outputs=2, ahead=3)
     outputs = 2 if gated or num_rows == 1 else 4
     return Tiling(warps=8, slices=2, outputs=outputs, ahead=4 if size <= 8192 else 2)

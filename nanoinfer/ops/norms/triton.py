@@ -13,11 +13,12 @@ from nanoinfer.ops.common.triton import wait_for_inputs
 from nanoinfer.ops.fp8.triton import store_rounded
 
 MAX_WARPS = 16
+FEW_ROWS = 64  # which leave multiprocessors idle
 
 
-def num_warps(padded_size: int) -> int:
-    """Return the warps for a program that holds a row of this size: 16 elements per thread."""
-    return min(MAX_WARPS, max(1, padded_size // 512))
+def num_warps(padded_size: int, elements: int = 16) -> int:
+    """Return the warps for a program that holds a row of this size: so many elements per thread."""
+    return min(MAX_WARPS, max(1, padded_size // (32 * elements)))
 
 
 @triton.jit
@@ -173,7 +174,8 @@ def _launch(
         GROUP=None if row_format is None else row_format.group_size,
         SIZE=padded_size,
         CENTRES=centres,
-        num_warps=num_warps(padded_size),
+        # A thread of few elements has all its loads on their way at once; with more, ptxas lets some wait for others.
+        num_warps=num_warps(padded_size, 4 if num_rows <= FEW_ROWS else 16),
         **overlap_options(x.device),
     )
 

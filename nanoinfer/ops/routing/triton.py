@@ -25,6 +25,20 @@ SEGMENT = 8192  # pairs that a program looks through; more are counted in segmen
 MIN_SEGMENTS = 16
 MIN_BINS = 32  # of a histogram: one for each thread of a warp
 EPS = tl.constexpr(spec.EPS)
+SMALLEST = tl.constexpr(-(2**31))  # of int32: after all others
+
+
+@triton.jit
+def _in_order(x):
+    """Return integers in the order of float32 values. A warp reduces integers by one instruction."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _of_expert(x, is_it):
+    """Return the value of one expert, float32."""
+    return tl.sum(tl.where(is_it, x.to(tl.int32, bitcast=True), 0), axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -79,13 +93,14 @@ def _route_kernel(
     ids = tl.zeros((CHOICES,), tl.int32)
     weights = tl.zeros((CHOICES,), tl.float32)
     scales = weights
+    left = _in_order(left)
     for index in tl.static_range(num_choices):
-        best = tl.argmax(left, axis=0)  # of equal ones the first
+        best = tl.min(tl.where(left == tl.max(left, axis=0), expert, EXPERTS), axis=0)  # of equal ones the first
         ids = tl.where(choice == index, best, ids)
-        weights = tl.where(choice == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
-        left = tl.where(expert == best, float("-inf"), left)
+        weights = tl.where(choice == index, _of_expert(scores, expert == best), weights)
+        left = tl.where(expert == best, SMALLEST, left)
         if expert_scales_ptr is not None:
-            scales = tl.where(choice == index, tl.sum(tl.where(expert == best, expert_scales, 0.0), axis=0), scales)
+            scales = tl.where(choice == index, _of_expert(expert_scales, expert == best), scales)
     if NORMALISED:
         weights /= tl.sum(weights, axis=0) + EPS
     if expert_scales_ptr is not None:
