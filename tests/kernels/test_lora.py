@@ -166,15 +166,21 @@ def test_numbers_in_bfloat16_are_rounded_as_specified(exact_bfloat16: None) -> N
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(("max_rank", "num_parts"), [(16, 1), (16, 3), (64, 3)])
 def test_large_tiles_shrink_their_activated_rows_too(
+    max_rank: int,
+    num_parts: int,
     exact_bfloat16: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In parts of which all are added up, also where a tile and its ranks are so large that few are fetched at once."""
     monkeypatch.setattr(kernels, "num_multiprocessors", lambda _: 1)
     monkeypatch.setattr(kernels, "LEAST_TILES", 1)
+    if num_parts > 1:
+        monkeypatch.setattr(kernels, "LARGE_TILE_BLOCKS", 1)
     slots = [0, 1, 1, 2] * 40
-    x, out, rows, matrices = random_products(slots, 2, 1100, (70, 70), 16, torch.bfloat16)
-    _, following_out, _, following = random_products(slots, 2, 70, (32,), 16, torch.bfloat16)
+    x, out, rows, matrices = random_products(slots, 2, 1100, (140, 140), max_rank, torch.bfloat16)
+    _, following_out, _, following = random_products(slots, 2, 140, (32,), max_rank, torch.bfloat16)
     results = []
     for ops in (spec, kernels):
         sums, last = out.clone(), following_out.clone()
@@ -182,6 +188,7 @@ def test_large_tiles_shrink_their_activated_rows_too(
         activated, shrunk = ops.gated_with_lora(out.clone(), x, rows, matrices, silu_and_mul, following.a)
         ops.add_lora(last, activated, rows, following, shrunk)
         assert shrunk is not None
+        assert len(shrunk) == (num_parts if ops is kernels else 1)
         results.append((sums, activated, last))
     assert rows.plan.tile_size == 128
     for wanted, got in zip(*results, strict=True):

@@ -362,9 +362,9 @@ def _expansion(parts: Tensor, plan: TilePlan, b: Tensor) -> dict[str, Any]:
     assert b[0].is_contiguous(), f"B of a slot must be contiguous, strides {b.stride()}"
     num_slots, _, max_rank = b.shape
     ranks = _padded(max_rank)
-    # Few numbers of splits, since each is compiled.
+    # Few numbers of splits, since each is compiled. Two at least, or further parts would not be read.
     most, at_once = max(1, MAX_PARTS // (plan.tile_size * ranks)), min(32, max(8, next_power_of_2(len(parts))))
-    splits = 1 if len(parts) == 1 else min(most, at_once)
+    splits = 1 if len(parts) == 1 else max(2, min(most, at_once))
     constants = _constants(plan, num_slots, b.device)
     return {"max_rank": max_rank, "RANKS": ranks, "SPLITS": splits, "num_stages": 1, **constants}
 
