@@ -57,7 +57,7 @@ def waits_in_a_loop(text: str) -> bool:
 
 
 def early_reads(asm: dict[str, Any], num_stages: int) -> list[str]:
-    """Return the pointers that the pipelined kernel uses before its first wait, and the kernel as it is written not.
+    """Return the pointers that only the pipelined kernel uses before its first wait, not the kernel as it is written.
 
     A loop that waits and has several stages counts as "any": some versions of Triton pipeline it, and others do not.
     """

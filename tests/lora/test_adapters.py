@@ -485,3 +485,6 @@ def test_kernels_are_compiled_for_one_layer_of_each_shape(base: Path, monkeypatc
     names = {layer.full_shape: "gated_with_lora" if "gate_up" in path else "add_lora" for path, layer in layers.items()}
     wanted = {(name, tokens, *size) for size, name in names.items() for tokens in (1, 2, 4)}
     assert wanted | {("own", tokens, *size) for size in names for tokens in (1, 2)} == launched.keys()
+    down = next(layer.full_shape for path, layer in layers.items() if "down" in path)
+    twice = {launch for launch, count in launched.items() if count > 1}
+    assert twice == {("add_lora", tokens, *down) for tokens in (1, 2, 4)}, "alone, and after its activation"
