@@ -70,7 +70,7 @@ class WorkerError(NanoinferError, RuntimeError):
 
 
 def closed_by(error: BaseException) -> NanoinferError:
-    """Return the error of calls after this one has closed the engine, without the traceback, which holds memory."""
+    """Return what calls raise after `error` has closed the engine. It has no traceback, which would hold memory."""
     if isinstance(error, WorkerError):
         return WorkerError(*error.args)
     return EngineClosedError(f"this engine was closed by {error!r}; make a new LLM")

@@ -57,7 +57,7 @@ class ReservedIds:
         return len(self._deferred)
 
     def reserve(self, count: int) -> range:
-        """Return so many new ids in a row."""
+        """Return so many new ids, which follow each other."""
         first, self._next = self._next, self._next + count
         ids = range(first, self._next)
         for request_id in ids:

@@ -1,4 +1,4 @@
-"""Types what the parts of an engine know of each other: protocols, and the Listener."""
+"""Defines what the parts of an engine know of each other: protocols, and the Listener."""
 
 import collections.abc as abc
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says 
 
 
 class Inbox:
-    """Holds what one caller's requests have returned: outputs in the order in which they finished, or stream chunks.
+    """Holds the outputs of one caller's requests in the order in which they finished, and the chunks of streams.
 
     In vLLM, a RequestOutputCollector. is_stream: whether chunks are wanted.
     """

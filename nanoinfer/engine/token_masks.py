@@ -1,4 +1,4 @@
-"""Types what the host decides between a step's forward pass and its draw: which tokens each row may get.
+"""Defines types for what the host decides between a step's forward pass and its draw: which tokens rows may get.
 
 These types are all that the engine, the runner and the sampler know of constraints.
 """

@@ -1,4 +1,4 @@
-"""Types what models and the runner exchange about images: inputs and embeddings, and what a step has of them."""
+"""Defines what models and the runner exchange about images: inputs, embeddings, and the images of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

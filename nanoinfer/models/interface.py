@@ -1,4 +1,4 @@
-"""Types what the runner, its CUDA graphs, the pooler, the sampler and the loader ask of a model.
+"""Defines what the runner, its CUDA graphs, the pooler, the sampler and the loader ask of a model.
 
 Our own models give it by `NativeModel`, those of transformers by `TransformersModel`. Nobody asks which kind one is.
 """

@@ -100,7 +100,10 @@ class PackedLines(NamedTuple):
         return cls(unpacked, packed.flatten().long().clamp(min=0), line < starts[-1])
 
     def take(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the entries of packed lines, given all lines' (num_rows * num_tokens,) each; padding has no slot."""
+        """Return the token ids, positions and slots of the packed lines; padding has no slot.
+
+        The arguments are those of all lines, (num_rows * num_tokens,) each.
+        """
         slots = torch.where(self.are_own, slots[self.unpacked], -1)
         return token_ids[self.unpacked], positions[self.unpacked], slots
 
