@@ -25,7 +25,7 @@ class SideOutput(ABC):
         """Give it to the requests, once it has come to the host.
 
         requests: a Request by id; dropped ones are missing. wanted: for each of the step's tokens, whether its sequence
-        was still running. Called once for each token of a row, with those that count.
+        was still running. Called once for each turn of `drawn_in_turns`, with the tokens in it that count.
         """
 
 

@@ -134,7 +134,7 @@ class Experts(nn.Module):
         self.down_proj = self.projection(moe.num_experts, ("down",), (hidden_size, inner_size), 1, tp)
 
     def forward(self, hidden: Activations, routing: Routing) -> Tensor:
-        """Return terms to be added up, (num_terms, num_tokens, hidden_size): one for each choice, or their sum."""
+        """Return terms to be added up, (num_terms, num_tokens, hidden_size): one or more of each choice, or a sum."""
         max_tokens = max(1, MAX_PAIRS // routing.expert_ids.shape[1])
         if len(hidden) <= max_tokens:
             return self._mlp(hidden, *routing)
