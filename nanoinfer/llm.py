@@ -61,8 +61,8 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
         with LLM("Qwen/Qwen3-0.6B") as llm:
             outputs = llm.generate(["Hello", [1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=256))
 
-    model: a local folder, the id of a model on the Hugging Face hub, or "tiny" for the one that is included. options:
-    each by name, see below.
+    model: a local folder, the id of a model on the Hugging Face hub, or "tiny" for the model that is included.
+    options: keyword arguments, which are listed below.
 
     Calls from several threads are served together; their steps take turns.
     Raises TypeError for an unknown option, ConfigError for a value out of range, ModelError for a model that cannot
@@ -84,9 +84,9 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
         self.pooling_calls = PoolingCalls(
             self.queue, self.preparer, files.model_config, self.config, self.max_model_len, loaded.pooling_steps
         )
-        self._weights: object = files.list_files()  # names them for `datasets`
+        self._weights: object = files.list_files()  # identifies the weights when `datasets` hashes this object
         self._states_reader = HiddenStatesReader(files.model_config, self.config, loaded.info.dtype)
-        self._inbox = Inbox()  # of requests of `add_request`, until `step` returns their outputs
+        self._inbox = Inbox()  # outputs of `add_request`'s requests, until `step` returns them
         self._control, self.adapters = loaded.control, loaded.adapters
         self._response_reader = ResponseReader(self.config.response_template, self.preparer.prompt_processor)
         self._async_calls = AsyncCalls(self.queue, self.preparer, self._response_reader)
@@ -128,25 +128,25 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
     ) -> RequestOutputs:
         """Complete one prompt or many; the outputs come in the order of the prompts.
 
-        prompts: a string, a list of token ids, either as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, which may
-            have {"multi_modal_data": {"image": ...}} beside it, or a list, an array or a column of these.
-        sampling_params: for all, or a list with one for each.
+        prompts: one prompt, or a list, an array or a column of prompts. A prompt is a string, a list of token ids, or
+            vLLM's {"prompt": ...} or {"prompt_token_ids": ...}, also with {"multi_modal_data": {"image": ...}}.
+        sampling_params: one for all prompts, or a list with one for each prompt.
         use_tqdm: show finished requests and tokens a second.
         priority: a whole number for each prompt (0 for all is the default); higher runs first, equal ones first come
             first served, and lower ones give way first when memory is short.
-        on_finish: called with each output as its request finishes, once all prompts are checked; what it raises ends
-            the call.
+        on_finish: called with each output as its request finishes, once all prompts are checked. An error that it
+            raises ends the call.
         on_error: with "return", prompts that cannot be served come back in their places, with finish_reason "error" and
-            the reason in `outputs[0].error`, and the rest is answered.
+            the reason in `outputs[0].error`; the other prompts are answered.
         tokenization_kwargs: {"truncate_prompt_tokens": n} keeps the last n tokens of a prompt, -1 as many as fit;
             {"add_special_tokens": False} adds none.
         hidden_states: layers whose hidden states of the prompts are wanted, numbered as in transformers: 0 is the
             embedding, the last is after the final norm, negative ones count from the end. They come as
             `output.hidden_states`, by layer.
-        hidden_state_positions: of the whole "prompt", or of its "last" token.
+        hidden_state_positions: return the states of the whole "prompt", or of its "last" token alone.
         on_hidden_states: called with (index of the prompt, layer, first token, states) as each chunk is launched; the
-            states are on the device, to be used in the order of its current stream, and nothing is kept. What it raises
-            ends the call.
+            states are on the device, to be used on its current stream, and the engine keeps no copy. An error that it
+            raises ends the call.
         lora_request: the adapter for all prompts, or a list with one, or None, for each; see `add_lora`.
 
         Steps begin when the first few hundred prompts are checked; if the call fails later, nothing of it is left
@@ -194,16 +194,16 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
 
         messages: a list of {"role": ..., "content": text or parts, also images}, or a list or a column of such lists.
         tools: functions, or their JSON schemas, that the model is told of.
-        tool_choice: "required" has answers call tools, {"type": "function", "function": {"name": ...}} that one.
-        add_generation_prompt: end with the beginning of an answer.
-        continue_final_message: with add_generation_prompt=False, go on with the last message instead.
-        chat_template: in place of the tokenizer's own.
-        chat_template_kwargs: what else the template understands, such as {"enable_thinking": False}.
-        mm_processor_kwargs: options of the image processor, beside those of `LLM`.
+        tool_choice: "required" forces a tool call; {"type": "function", "function": {"name": ...}} names the tool.
+        add_generation_prompt: end the prompt with the template's beginning of an answer.
+        continue_final_message: with add_generation_prompt=False, continue the last message instead.
+        chat_template: a template to use in place of the tokenizer's own.
+        chat_template_kwargs: other arguments of the template, such as {"enable_thinking": False}.
+        mm_processor_kwargs: options of the image processor; they override those given to `LLM`.
 
         `output.message` is the answer as {"role", "content", "reasoning", "tool_calls"}, for the next call's messages.
-        The rest is as in `generate`, and so are the errors; RequestError also for a message without role or content,
-        and where there is no tokenizer or no template.
+        Other arguments and errors are as in `generate`. Also raises RequestError for a message without role or
+        content, and if there is no tokenizer or no template.
         """
         check_on_finish(on_finish)
         wanted = self._states_reader.read(hidden_states, hidden_state_positions, on_hidden_states)
@@ -231,7 +231,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
     def stream(
         self, prompts: Prompts, sampling_params: Params = None, *, lora_request: LoRARequests = None
     ) -> Iterator[StreamChunk]:
-        """Complete one prompt or many, and yield what is new of each as its tokens come.
+        """Complete one prompt or many, and yield chunks of each as its tokens come.
 
         The arguments are as in `generate`, and so are the errors, raised by this call. The requests are queued
         when the first chunk is asked for. Other calls may run between two chunks. Leaving the loop early aborts
@@ -279,7 +279,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
         return self._response_reader.read_expected(self.queue.collect(self._inbox))
 
     def is_finished(self) -> bool:
-        """Return whether no request is left, those of other calls included, and `step` has nothing more to return."""
+        """Return whether no request of any call is left, and `step` has nothing more to return."""
         return self.engine.is_finished() and not self._inbox.outputs
 
     def abort(self, request_ids: int | Collection[int]) -> None:
@@ -292,9 +292,9 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
     def pause(self, request_ids: int | Collection[int]) -> None:
         """Have these requests compute nothing from the next step on, until they are resumed. Ids as in `abort`.
 
-        A paused request keeps its blocks of the KV cache until another needs them, and is the first to lose them; they
-        are then computed again. Its tokens do not change. A token that is being computed still comes. While only paused
-        requests are left, `generate` and similar calls wait, and `step` waits 10 ms at most.
+        A paused request is the first to give up its KV cache when another request needs blocks; after `resume` the
+        cache is then computed again. Its tokens do not change. A token that is being computed still comes. While only
+        paused requests are left, `generate` and similar calls wait, and `step` waits 10 ms at most.
         """
         self.engine.act_later(Action.PAUSE, as_request_ids(request_ids))
 
@@ -310,7 +310,7 @@ class LLM(ScoringMethods, PoolingMethods, ControlMethods, AsyncMethods):
         return self.engine.metrics()
 
     def on_step(self, callback: StepCallback) -> Callable[[], None]:
-        """Call `callback` with a StepEvent after each step, from now on; return a function that ends this.
+        """Call `callback` with a StepEvent after each step; return a function that ends these calls.
 
         It is called once the step's outputs are made, in the thread that runs the step, and delays the next one. An
         error in it ends the call that ran the step. Raises RequestError if `callback` cannot be called.

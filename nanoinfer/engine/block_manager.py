@@ -59,7 +59,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         tables = [spec for spec in specs if not isinstance(spec, RecurrentStateSpec)]
         has_windows = any(spec.window for spec in tables)
-        self.num_blocks = num_blocks - has_windows  # entries of tables that are cleared point to page 0
+        self.num_blocks = num_blocks - has_windows  # with windows, cleared table entries point to page 0
         self.num_tables = num_tables(specs)
         self.keeps_all = isinstance(specs[0], FullAttentionSpec)  # whether `block_table` has the blocks of all tokens
         num_states = num_snapshots(specs) if enable_prefix_caching else 0
@@ -161,9 +161,9 @@ class BlockManager:
         return num_blocks
 
     def allocate(self, batch: ScheduledBatch, seq: Sequence, hit: Hit) -> None:
-        """Give `seq` what it has found, and blocks for all its tokens, except in windows: there chunks take their own.
+        """Give `seq` its cached prefix, and blocks for all its tokens. In windows, each chunk takes its blocks later.
 
-        The batch is told of the blocks, and of the copies to begin with: their sources are held until `release`.
+        Tell the batch of the blocks, and of the copies that it begins with. Their sources are held until `release`.
         """
         assert seq not in self._holding, f"sequence {seq.seq_id} already holds blocks"
         if hit.source and hit.snapshot is None:
@@ -186,7 +186,7 @@ class BlockManager:
         return [seq for seq in seqs if seq.num_computed_tokens >= seq.num_slots]
 
     def make_room(self, seqs: list[Sequence], num_tokens: int = 1) -> bool:
-        """Take back what has left the windows of these sequences; return whether `extend` has blocks enough.
+        """Take back blocks that have left the windows of these sequences; return whether `extend` has enough blocks.
 
         num_tokens: how many each of them is about to compute.
         """
@@ -209,7 +209,7 @@ class BlockManager:
                 seq.num_slots = max(seq.num_slots, -(-end // self.block_size) * self.block_size)
 
     def num_growing_tables(self, seq: Sequence) -> int:
-        """Return how many blocks a sequence takes for a block of tokens."""
+        """Return how many of a sequence's tables take a block when it grows by a block of tokens."""
         num_tables = self._num_full_tables
         for group in self._windows:
             num_tables += group.num_growing_tables(seq)
@@ -223,8 +223,8 @@ class BlockManager:
         """Make entries for the full blocks among the first `num_computed` tokens of `seq`.
 
         These tokens are computed, or will be by a step that is already scheduled: every later step runs after it.
-        with_last: make one also for the block that ends with these tokens, if it is not full. Prompts that repeat this
-        text, or go on from it, find it to its end. ends: whether the sequence ends with these tokens.
+        with_last: also make an entry for the last block of these tokens, if it is not full, so that prompts that begin
+        with this text find all of it. ends: whether the sequence ends with these tokens.
         """
         if not self.enable_prefix_caching:
             return
@@ -250,19 +250,19 @@ class BlockManager:
                 self.pool.add(parent, None, seq.token_ids[num_computed - num_last : num_computed].tobytes(), columns)
 
     def cache_end(self, seq: Sequence) -> None:
-        """Cache what is left of a sequence that ends."""
+        """Make the last entries for a sequence that ends."""
         num_computed, num_known = seq.num_computed_tokens, len(seq.token_ids)
         if self.state_group is None or num_computed > num_known:
-            # A step in flight may have computed the newest token, and may still fail. States of tokens after the end
-            # are of no use.
+            # A step in flight may compute the newest token, and may still fail. States that include tokens after the
+            # end are of no use.
             self.cache_blocks(seq, num_known - 1, with_last=self.state_group is None)
-        else:  # states are those after the step in flight
+        else:  # the row's states are those after these tokens
             self.cache_blocks(seq, num_computed, ends=True)
 
     def evict_failed(self, seq: Sequence, start: int = 0) -> None:
-        """Evict what a failed step was to compute of a sequence from token `start` on, or has computed as NaN."""
+        """Evict a sequence's entries from token `start` on, which a failed step did not compute, or computed as NaN."""
         if self.state_group is not None:
-            # States of the failed step may be kept by now, and others that began with them.
+            # Snapshots may hold states of the failed step, or states computed from them.
             self.reset_prefix_cache()
         elif self.holds(seq):
             index = start // self.block_size
@@ -285,7 +285,7 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_slots = 0
 
     def release(self, copies: list[BlockCopy]) -> None:
-        """Give back the sources of copies that are made, or never will be."""
+        """Give back the sources of copies that have been made, or that never will be."""
         if copies:
             self.pool.give_back(copy.source for copy in copies)
 
@@ -296,7 +296,7 @@ class BlockManager:
             self.state_group.snapshots.clear()
 
     def take_state_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
-        """Return the copies of recurrent states that the scheduled step begins with: to snapshots, then from them."""
+        """Return the copies of recurrent states that begin the scheduled step: those to snapshots, those from them."""
         return ([], []) if self.state_group is None else self.state_group.snapshots.take_copies()
 
     def _columns(self, seq: Sequence, index: int) -> Columns:

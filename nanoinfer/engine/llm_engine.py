@@ -44,9 +44,9 @@ class Step(NamedTuple):
 class LLMEngine(Engine):
     """Holds the requests and drives scheduler and runner. Most users want `LLM`, which wraps it.
 
-    runner: runs the steps. tokenizer: makes text of tokens; None where the model has none. stop_token_ids: the model's
-    own, which end a completion. constraints: makes the token masks of steps, for grammars that it has compiled.
-    new_listener: makes the listener, an EventSource, that makes events of steps while functions of `on_step` want them.
+    runner: runs the steps. tokenizer: makes text of tokens; None if the model has none. stop_token_ids: the model's
+    stop tokens. constraints: makes the token masks of steps, from the grammars that it has compiled.
+    new_listener: makes the scheduler's listener, an EventSource, while functions are registered with `on_step`.
     new_scheduler: the class of the scheduler, or a function that takes the same arguments.
     """
 
@@ -92,11 +92,11 @@ class LLMEngine(Engine):
         self._launches_early = config.overlap and limits.computes_beside_host
         self.stats = EngineMetrics()
         self._in_flight: deque[Step] = deque()  # sampled and not collected, the oldest first
-        self._finished: deque[Sequence] = deque()  # their outputs are still to be made
+        self._finished: deque[Sequence] = deque()  # ended, and without an output so far
         self._last_collected = 0.0  # perf_counter
         self._num_sequences = 0
         self._requests: dict[int, Request] = {}
-        self._watched: dict[int, Completion] = {}  # by seq_id: looked at after each of their tokens
+        self._watched: dict[int, Completion] = {}  # by seq_id: samples that `_watch` looks at after each token
 
     def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
         """Have the scheduler queue the samples of a request."""
@@ -119,7 +119,7 @@ class LLMEngine(Engine):
             seq.constraint = prepared.constraint.start(prepared.token_ids) if prepared.constraint else None
             self._num_sequences += 1
             request.completions.append(Completion(seq, self.tokenizer, to, new_logprobs()))
-        first = request.completions[0].seq  # it alone returns what is wanted of the prompt
+        first = request.completions[0].seq  # it alone returns the prompt's log-probabilities and states
         first.hidden_states_request, first.prompt_logprobs_start = states, prepared.first_prompt_logprob
         for completion in request.completions:
             self.scheduler.add(completion.seq)
@@ -148,7 +148,7 @@ class LLMEngine(Engine):
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Finish the samples whose sequences have finished, and their requests with the last of them."""
+        """Finish the samples whose sequences have ended, and each request with its last sample."""
         while self._finished:  # one at a time, so that an error in one loses no other
             seq = self._finished[0]
             self._watched.pop(seq.seq_id, None)
@@ -158,14 +158,14 @@ class LLMEngine(Engine):
                 logger.warning("request %d ends in an error: %s", seq.request_id, error)
             if (output := request.output()) is not None:
                 request.to.outputs.append(output)
-                del self._requests[seq.request_id]  # now: until its output is there, it counts as unfinished
+                del self._requests[seq.request_id]  # only now: a request without an output is unfinished
             self.scheduler.listener.finished(self._finished.popleft())
 
     def abort(self, request_ids: Collection[int]) -> None:
         self.act_later(Action.ABORT, request_ids)
         try:
             self._collect_until(max_in_flight=0)
-        finally:  # also if that step fails, which leaves none in flight: nobody waits for these requests any more
+        finally:  # also if a step fails, which leaves none in flight: the caller has stopped waiting for the requests
             self._apply_actions()
             self._forget({*request_ids})
 
@@ -187,12 +187,12 @@ class LLMEngine(Engine):
         self.block_manager.reset_prefix_cache()
 
     def may_bypass_scheduler(self) -> bool:
-        """Return whether steps may bypass the scheduler: nobody wants their events, and nothing is paused."""
+        """Return whether steps may bypass the scheduler: no callback wants events of steps, and nothing is paused."""
         return not (self._callbacks or self.scheduler.paused)
 
     def free_all_blocks(self) -> bool:
-        """Free all rows, blocks and the prefix cache for a step of others; return False while requests need theirs."""
-        if not self.scheduler.whole_prompts:  # an encoder's requests hold none between steps
+        """Free rows, blocks and prefixes for a step that bypasses the scheduler; return False if requests need any."""
+        if not self.scheduler.whole_prompts:  # an encoder's requests hold no blocks between steps
             if not self.scheduler.is_finished():
                 return False
             while self.scheduler.reclaim():  # from paused requests
@@ -257,7 +257,7 @@ class LLMEngine(Engine):
         return True
 
     def _masks(self, batch: ScheduledBatch) -> TokenMasks | None:
-        """Return what a launched step may draw; wait for the tokens in flight first, if that depends on them."""
+        """Return the masks for a launched step; wait for the tokens in flight first, if the masks depend on them."""
         sampled = batch.sampled
         if any(seq.constraint and seq.constraint.follows_tokens and seq.num_pending_tokens > 1 for seq in sampled):
             self._collect_until(max_in_flight=0)
@@ -290,7 +290,7 @@ class LLMEngine(Engine):
 
     def count_step(self, started: float, now: float, num_prefill_tokens: int, num_tokens: int) -> None:
         """Count a step that was launched and collected at these times (perf_counter)."""
-        seconds = now - max(started, self._last_collected)  # steps overlap, and the one before this may end later
+        seconds = now - max(started, self._last_collected)  # the step before may have ended after this launch
         self.stats.count_step(num_prefill_tokens, num_tokens, seconds)
         self._last_collected = now
 
@@ -314,7 +314,7 @@ class LLMEngine(Engine):
                 self.stats.cached_tokens += seq.num_cached_tokens or 0
 
     def _watch(self, batch: ScheduledBatch, now: float) -> None:
-        """Note first tokens, and extend the texts of streams and of requests with stop strings, which may end there."""
+        """Note the times of first tokens; extend the texts of streams and of samples that a stop string may end."""
         stopped = []
         for seq in batch.sampled:
             completion = self._watched.get(seq.seq_id)
@@ -329,7 +329,7 @@ class LLMEngine(Engine):
         self._note_finished(self.scheduler.finish(stopped))
 
     def _apply_actions(self) -> None:
-        self._collect_until(max_in_flight=0)  # a step that fails must find its sequences as it left them
+        self._collect_until(max_in_flight=0)  # if a step in flight fails, its sequences must not have changed
         scheduler = self.scheduler
         methods = {Action.ABORT: scheduler.abort, Action.PAUSE: scheduler.pause, Action.RESUME: scheduler.resume}
         for action, its_pairs in groupby(self._take_actions(), key=itemgetter(0)):
@@ -340,7 +340,7 @@ class LLMEngine(Engine):
             self._note_finished([seq for seq in unfinished if seq.status is SequenceStatus.FINISHED])
 
     def _discard(self, *batches: ScheduledBatch) -> None:
-        """Queue the sequences of all steps in flight, and of these batches, again."""
+        """Requeue the sequences of all steps in flight, and of these batches, which were not launched."""
         in_flight = [step.batch for step in self._in_flight]
         self._in_flight.clear()
         self.scheduler.discard([*in_flight, *batches])

@@ -43,10 +43,10 @@ class ChunkRecord(NamedTuple):
 
 
 class DecodeRecord(NamedTuple):
-    """Describes a row that decodes, as the packet carries it: its newest token, and what is proposed after it."""
+    """Names a row that computes its newest token, and the blocks that it shares with other rows."""
 
     row: int
-    num_shared_blocks: int  # how many of its first blocks are read together with its prefix sharers; 0 if it has none
+    num_shared_blocks: int  # how many of its first blocks are read once for all its sharers; 0 if it has none
     num_sharers: int  # prefix sharers that begin with this row, itself included; 0 if none begin here
 
 
@@ -67,17 +67,17 @@ class UploadedSections:
     block_copies: Any = section(BlockCopy)
     chunks: Any = section(ChunkRecord)  # the first num_prefill_samples of them sample a token
     decode_rows: Any = section(DecodeRecord)
-    proposals: Any = section(int)  # of each decode row of several tokens: how many it has, and num_tokens - 1 ids
+    proposals: Any = section(int)  # for each decode row: how many tokens it has, and num_tokens - 1 ids
 
 
 @dataclass(slots=True)
 class AllSections(UploadedSections):
-    """Holds views of every section; hosts read them, the device gets only the inherited ones."""
+    """Holds views of every section, for hosts to read. The device gets only the inherited sections."""
 
     kept_states: Any = section(StateCopy)
     restored_states: Any = section(StateCopy)
     option_records: Any = section(OptionRecord)
-    option_values: Any = section(np.float64)  # of all of these, one after another; exact for ids, and for float32
+    option_values: Any = section(np.float64)  # of all option records, end to end; float64 holds ids and float32 exactly
 
 
 class Header(NamedTuple):
@@ -183,7 +183,7 @@ def _proposals(batch: ScheduledBatch) -> NDArray[np.int32]:
 
 
 def _sections_of_admitted(admitted: list[Sequence]) -> dict[str, Any]:
-    """Return the sections that tell of newly admitted sequences."""
+    """Return the sections about newly admitted sequences."""
     return {
         "row_records": [
             (seq.held_row, len(seq.token_ids), seq.num_prompt_tokens, seq.sampling_params.temperature, seq.seed)

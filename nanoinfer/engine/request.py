@@ -30,15 +30,15 @@ class Completion:
     tokenizer: Tokenizer | None
     to: Recipient
     logprobs: list[TokenLogprobs] | FlatLogprobs  # empty unless they are asked for
-    num_read: int = 0  # tokens of the completion that are in `text`, and in the stream
-    output: CompletionOutput | None = None  # once it has finished
+    num_read: int = 0  # how many tokens of the completion are in the text and in the stream
+    output: CompletionOutput | None = None  # set once the sample has finished
     start_time: float | None = None  # when its first step was launched (perf_counter)
     first_token_time: float | None = None  # when its first token was collected
-    routed_experts: Any = None  # the runner's, where they are asked for
+    routed_experts: Any = None  # the experts of its tokens, from the runner; None unless they are asked for
     _text: CompletionText | None = None
 
     def text(self) -> CompletionText:
-        """Return the text, which grows with the tokens. The first call makes it, and looks at the prompt for that."""
+        """Return the text, which grows with the tokens. The first call makes it, and needs the prompt for that."""
         if self._text is None:
             self._text = completion_text(self.tokenizer, self.seq.sampling_params, self.seq.prompt_token_ids)
         return self._text
@@ -57,7 +57,7 @@ class Completion:
         return False
 
     def finish(self) -> CompletionOutput:
-        """Read the rest, end the stream, and make the output. The tokenizer's EOS is no stop_reason."""
+        """Read the rest, end the stream, and make the output. If EOS ended the sample, stop_reason is None."""
         seq, reason = self.seq, self.seq.finish_reason
         assert reason is not None, f"sequence {seq.seq_id} is returned before it finished"
         error, kind = self._error() if reason == "error" else (None, None)
@@ -94,7 +94,7 @@ class Completion:
         return self.output
 
     def _error(self) -> tuple[str, str]:
-        """Return why a token could not be drawn, and the error_kind."""
+        """Return the message and the error_kind that say why a token could not be drawn."""
         seq = self.seq
         if seq.error:
             return str(seq.error), seq.error.kind
@@ -104,7 +104,7 @@ class Completion:
         return f"the logits are NaN or infinite after {num_tokens} tokens", "nan_logits"
 
     def _read(self, token_ids: list[int], final: bool = False) -> bool:
-        """Extend the text; return whether a stop string is complete, which the first min_tokens tokens cannot do."""
+        """Extend the text; return whether a stop string is complete. The first min_tokens tokens complete none."""
         early = self.seq.stopping.num_early(self.num_read)
         if early:
             self.text().extend(token_ids[:early], may_stop=False)
@@ -138,7 +138,7 @@ class Request:
     hidden_states_request: HiddenStatesRequest | None = None
 
     def output(self) -> RequestOutput | None:
-        """Return what its user gets, once all its samples have finished."""
+        """Return the output for the user, or None until all samples have finished."""
         outputs = [completion.output for completion in self.completions if completion.output is not None]
         if len(outputs) < len(self.completions):
             return None

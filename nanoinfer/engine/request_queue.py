@@ -27,13 +27,13 @@ from nanoinfer.text.prompts import PreparedRequest
 logger = logging.getLogger("nanoinfer")
 
 TURN_SECONDS = 0.01  # how long a thread waits for its turn; another thread's step serves its requests too
-PATIENCE_SECONDS = 1.0  # after so long with only paused requests, the log says so
+PATIENCE_SECONDS = 1.0  # when only paused requests were left for so long, a warning is logged
 
 
 class Inbox:
     """Holds the outputs of one caller's requests in the order in which they finished, and the chunks of streams.
 
-    In vLLM, a RequestOutputCollector. is_stream: whether chunks are wanted.
+    vLLM calls this a RequestOutputCollector. is_stream: whether chunks are wanted.
     """
 
     def __init__(self, is_stream: bool = False) -> None:
@@ -62,7 +62,7 @@ class RequestQueue:
     def __init__(self, engine: Engine, steps: Steps | None = None, lock: "threading.RLock | None" = None) -> None:
         self.engine, self._steps = engine, steps or engine
         self.lock = lock or threading.RLock()
-        # A full running set, and as many that wait: rows are refilled from them in one step.
+        # A full running set, and as many requests that wait, from which free rows are refilled in one step.
         num_rows = engine.config.data_parallel_size * engine.config.max_num_seqs
         self.capacity = 2 * num_rows  # requests that are worth having here at a time
         self._only_paused_since: float | None = None  # perf_counter; None while other requests are left
@@ -73,8 +73,8 @@ class RequestQueue:
     ) -> list[RequestOutput]:
         """Run the requests of a call to their end, and return the outputs in the order in which they were queued.
 
-        show: is told how many have finished, after each step. on_finish: is called with each output as it comes. If the
-        call fails, nothing of it is left behind.
+        show: is called after each step with the number of finished requests. on_finish: is called with each output as
+        it comes. If the call fails, its requests are dropped.
         """
         inbox, ids, num_reported = Inbox(), range(0), 0
         tell = on_finish or (lambda _: None)
@@ -103,8 +103,8 @@ class RequestQueue:
     ) -> list[int]:
         """Queue requests whose outputs go to the inbox, and return their ids: the given `request_ids`, or new ones.
 
-        Chunks of a stream have the request's place in the list as `index`. An interrupted call may have queued requests
-        all the same: `drop` the inbox then. Requests that are added to an abandoned inbox are aborted.
+        Chunks of a stream have the request's place in the list as `index`. If this call is interrupted, it may have
+        queued requests, so `drop` the inbox. Requests that are added to an abandoned inbox are aborted.
         """
         reserved = self.engine.reserved_ids
         self.engine.guard.check()
@@ -132,7 +132,7 @@ class RequestQueue:
                     self.lock.release()
 
     def collect(self, inbox: Inbox) -> list[RequestOutput]:
-        """Take the outputs out of an inbox to which others will come."""
+        """Take the finished outputs out of an inbox that is used further."""
         self.engine.guard.check()
         with self.lock:
             outputs = inbox.outputs.copy()
@@ -147,10 +147,10 @@ class RequestQueue:
                 self._steps.abort({request_id for inbox in inboxes for request_id in inbox.unfinished_ids()})
 
     def abandon(self, inbox: Inbox) -> None:
-        """Have the next step abort what is unfinished, and what is still being added.
+        """Have the next step abort the inbox's unfinished requests, and any that are still being added.
 
-        This is safe at any moment, such as where the garbage collector closes a stream. A call that needs an idle
-        engine may come before that step: it has these requests aborted itself.
+        This is safe at any moment, such as when the garbage collector closes a stream. If a call that needs an idle
+        engine comes before the next step, that call aborts these requests.
         """
         inbox.is_abandoned = True  # first: `add_requests` looks at it after it has queued
         self.engine.act_later(Action.ABORT, inbox.unfinished_ids())
@@ -161,7 +161,7 @@ class RequestQueue:
             self.engine.reset_prefix_cache()
 
     def _wait_while_paused(self) -> None:
-        """Wait a moment if only paused requests are left; warn once if that lasts."""
+        """Wait TURN_SECONDS if only paused requests are left; warn once after PATIENCE_SECONDS."""
         num_only_paused = self.engine.num_only_paused()
         if not num_only_paused:
             self._only_paused_since, self._has_warned = None, False

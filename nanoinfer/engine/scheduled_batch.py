@@ -48,21 +48,21 @@ class StateCopy(NamedTuple):
 class ScheduledBatch:
     """Describes one step, as the scheduler decided it: either prefill or decode.
 
-    The length of each sequence after this step is known before any of its tokens, unless rows have several: the
-    scheduler advanced `num_computed_tokens` and `num_pending_tokens` when it scheduled the step.
+    The scheduler advances `num_computed_tokens` and `num_pending_tokens` of its sequences when it schedules the step.
+    So lengths are known before tokens are, unless rows have several tokens.
     """
 
     admitted: list[Sequence] = field(default_factory=list)  # sequences that got a row in this step
     new_blocks: list[NewBlock] = field(default_factory=list)  # including the blocks of admitted sequences
     block_copies: list[BlockCopy] = field(default_factory=list)  # made before anything is computed
-    kept_states: list[StateCopy] = field(default_factory=list)  # likewise, of what earlier steps computed
-    restored_states: list[StateCopy] = field(default_factory=list)  # likewise, after states are kept
+    kept_states: list[StateCopy] = field(default_factory=list)  # rows to snapshots, made before anything is computed
+    restored_states: list[StateCopy] = field(default_factory=list)  # snapshots to rows, made after kept_states
     prefill: list[PrefillChunk] = field(default_factory=list)  # chunks that sample come first
     decode: list[Sequence] = field(default_factory=list)  # each computes its last known token and samples the next
     prefix_sharers: list[PrefixSharers] = field(default_factory=list)  # they come first in `decode`, without gaps
     sampled: list[Sequence] = field(default_factory=list)  # sequences that get a token, in the order of the token ids
-    num_tokens: int = 1  # that a decode row computes at most; as many token ids belong to each of `sampled`
-    proposals: list[abc.Sequence[int]] = field(default_factory=list)  # of each decode row, if any has several tokens
+    num_tokens: int = 1  # the most that a decode row computes; each of `sampled` gets as many token ids
+    proposals: list[abc.Sequence[int]] = field(default_factory=list)  # for each decode row; empty if no row has any
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)

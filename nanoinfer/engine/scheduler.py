@@ -49,11 +49,11 @@ class Scheduler:
     """Chooses the sequences of each step and gives out rows and blocks.
 
     max_num_seqs: the most sequences in the running set. max_num_batched_tokens: the most tokens of a prefill step.
-    max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's own, which end a completion.
-    reserved_tokens: room in the cache that an admission leaves free for each running sequence to grow into, or less
-    where the sequence will end before. max_prefix_sharers: the most decode rows that attention can read a shared
-    prefix for at once; 0 where it cannot. whole_prompts: without chunked prefill, a prompt is computed in one step.
-    max_row_tokens: the most tokens of a decode row, if somebody proposes any.
+    max_model_len: a sequence of so many tokens is finished. stop_token_ids: the model's stop tokens.
+    reserved_tokens: for how many tokens an admission leaves each running sequence room to grow, or fewer if the
+    sequence will end sooner. max_prefix_sharers: for how many decode rows attention can read a shared prefix at once;
+    0 if it cannot. whole_prompts: compute each prompt in one step, without chunked prefill.
+    max_row_tokens: the most tokens of a decode row, with those that a proposer adds.
     on_finish: is called with a running sequence that finishes, while it still holds its blocks.
     """
 
@@ -83,7 +83,7 @@ class Scheduler:
         self._on_finish = on_finish
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.min_awaited_in_all = MIN_AWAITED_IN_ALL
-        num_sharers = max_prefix_sharers if block_manager.keeps_all else 0  # else no blocks of a sequence stay the same
+        num_sharers = max_prefix_sharers if block_manager.keeps_all else 0  # else windows give up shared blocks
         self.sharer_finder = SharerFinder(num_sharers, block_manager.block_size)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []  # those with a row still hold their blocks
@@ -91,9 +91,9 @@ class Scheduler:
         self.listener: Listener = SILENT  # is told what happens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on (-priority, seq_id)
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
-        self._ending: list[Sequence] = []  # with their last step scheduled: others may get their rows
+        self._ending: list[Sequence] = []  # their last step is scheduled, so others may get their rows
         self._has_proposals = False  # whether rows of the last decode step may have several tokens
-        self._awaits_prefix = False  # whether the last admission passed prompts over; they are next
+        self._awaits_prefix = False  # whether the last admission passed over prompts, which come next
         self._blocked_head: tuple[int, int] | None = None  # (seq_id, num_frees) of a queue head that did not fit
 
     @property
@@ -105,7 +105,7 @@ class Scheduler:
         return not self._waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, having found what will end it."""
+        """Find what will end a new sequence, and queue it."""
         params, wanted = seq.sampling_params, seq.hidden_states_request
         pools = wanted is not None and wanted.pools
         seq.stopping = Stopping.of(params, seq.num_prompt_tokens, self.stop_token_ids, self.max_model_len, pools)
@@ -120,8 +120,8 @@ class Scheduler:
         """Choose the next step and advance its sequences by it.
 
         in_flight: whether a scheduled step has not been given to `update` yet. proposer: proposes tokens to decode
-        rows. The batch is empty if there is nothing to do, or nothing until that step is collected: blocks are taken
-        from a sequence only when its tokens are known.
+        rows. The batch is empty if there is nothing to do, or if nothing can run until the step in flight is collected:
+        a sequence can be preempted only when all its tokens are known.
         """
         self.block_manager.start_step()
         if self._ending:
@@ -190,8 +190,8 @@ class Scheduler:
         chunks = [chunk for batch in batches for chunk in batch.prefill]
         manager = self.block_manager
         if manager.state_group or not all(manager.holds(chunk.seq) for chunk in chunks):
-            # States of these steps may be kept by now, and others that began with them. A sequence that ends with its
-            # prompt has freed its blocks: which ones its step was to fill is not known.
+            # Snapshots may hold states of these steps, or states computed from them. And a sequence that ends with its
+            # prompt has freed its blocks, so nobody knows which blocks its step was to fill.
             manager.reset_prefix_cache()
         for chunk in chunks:
             manager.evict_failed(chunk.seq, chunk.start)
@@ -211,8 +211,8 @@ class Scheduler:
     def pause(self, seq_ids: set[int]) -> None:
         """Let these sequences compute nothing until they are resumed. No step may be in flight.
 
-        One that was running keeps its row and blocks, so that resuming it costs nothing, until `reclaim` takes both for
-        others; one that was waiting leaves the queue.
+        A running sequence keeps its row and blocks, so that resuming it costs nothing, until `reclaim` takes both for
+        others. A waiting one leaves the queue.
         """
         running = [seq for seq in self.running if seq.seq_id in seq_ids]
         self.running = [seq for seq in self.running if seq.seq_id not in seq_ids]
@@ -226,9 +226,9 @@ class Scheduler:
         self._blocked_head = None  # a prompt that did not fit may fit now
 
     def resume(self, seq_ids: set[int]) -> None:
-        """Let paused sequences go on: at once where they hold a row and blocks, and from the queue where they do not.
+        """Let paused sequences go on: at once if they hold a row and blocks, else from their old place in the queue.
 
-        In the queue they have their old place. Sequences that are not paused stay as they are.
+        Sequences that are not paused stay as they are.
         """
         resumed = [seq for seq in self.paused if seq.seq_id in seq_ids]
         self.paused = [seq for seq in self.paused if seq.seq_id not in seq_ids]
@@ -254,7 +254,7 @@ class Scheduler:
         return taken
 
     def reclaim(self) -> bool:
-        """Take row and blocks from the paused sequence that is last in the queue's order; False where none has any."""
+        """Take row and blocks from the paused sequence that is last in the queue's order; False if none holds any."""
         last = max((seq for seq in self.paused if seq.row is not None), key=lambda seq: seq.queue_key, default=None)
         if last is None:
             return False
@@ -265,7 +265,7 @@ class Scheduler:
     def _schedule_prefill(self, in_flight: bool) -> tuple[ScheduledBatch, bool]:
         """Schedule chunks of prompts begun earlier, then of new ones, until the step's token budget is used.
 
-        Returns also whether a chunk has no room until the step in flight is collected.
+        Also return whether a chunk has to wait for blocks until the step in flight is collected.
         """
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
@@ -277,7 +277,7 @@ class Scheduler:
             if num_left == 1 and not needs_states:
                 continue  # decode computes its newest token; hidden states have to come from prefill
             if budget <= 0 or seq.row is None:
-                continue  # without a row, it was preempted for one before it
+                continue  # it has no row: it was preempted for a sequence before it
             if not self._make_room(seq, budget, may_preempt=not (batch or in_flight)):
                 return batch, True
             if seq.row is not None:  # None: it was preempted itself
@@ -286,7 +286,7 @@ class Scheduler:
             return batch, False
         passed_over = PassedOver(MAX_PASSED_OVER)
         budget = self._admit(batch, budget, passed_over)
-        # The step has room left, and waiting would save too little to leave it empty: none is passed over now.
+        # Waiting would save too little to leave room in the step: admit prompts without passing over any.
         if budget > 0 and 0 < passed_over.num_saved < self.min_awaited_in_all:
             self._admit(batch, budget, PassedOver(max_prompts=0))
         batch.prefill.sort(key=attrgetter("samples"), reverse=True)  # stable: the others keep their order
@@ -323,7 +323,7 @@ class Scheduler:
                     growth += num_blocks * manager.block_size + self._growth(seq)
                     continue
                 if passed_over.num_saved >= budget:
-                    break  # waiting saves more than the step has room for, so no more of them are looked up
+                    break  # waiting saves more than the step has room for, so it looks up no more prompts
             growth += self._growth(seq)
             if not self._try_admit(batch, seq, hit, growth):
                 break  # shorter prompts behind it would fit, but would keep it waiting
@@ -336,11 +336,11 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool, proposer: Proposer | None) -> ScheduledBatch:
         """Schedule one token for each running sequence; while blocks are short, the last in order are preempted.
 
-        With proposals they are several tokens. Such a step, and the one after it, waits for the step in flight.
+        With proposals it may be several tokens. Such a step, and the next one, waits for the step before it.
         """
         if in_flight and ((proposer is not None and proposer.waits(self.running)) or self._has_proposals):
             return ScheduledBatch()
-        # One whose last token is in flight has nothing more to run. This is `num_tokens`, without a call for each row.
+        # Leave out sequences whose last token is in flight. The sum is `num_tokens`, without a call for each row.
         decode = [
             seq for seq in self.running if len(seq.token_ids) + seq.num_pending_tokens < seq.stopping.max_num_tokens
         ]
@@ -380,7 +380,7 @@ class Scheduler:
         return not self.running or self._awaits_prefix or self.max_num_seqs - len(self.running) >= num_rows
 
     def _growth(self, seq: Sequence) -> int:
-        """Return how many tokens of room to keep for a running sequence."""
+        """Return for how many tokens, summed over block tables, a running sequence needs room to grow."""
         num_tokens = min(self.reserved_tokens, seq.stopping.max_num_tokens - seq.num_tokens)
         return num_tokens * self.block_manager.num_growing_tables(seq)
 
@@ -430,8 +430,8 @@ class Scheduler:
     def _release_ending(self) -> None:
         """Take the rows of sequences whose last step is in flight, if others wait for them and there are blocks.
 
-        They keep their blocks, which are cached when that step is collected, unless they end with their prompts.
-        Sequences of hybrids keep their rows too, because the states in these are cached then.
+        They keep their blocks until that step is collected and the blocks are cached, unless they end with their
+        prompts. In a hybrid model they keep their rows too, because the rows' states are cached at that time.
         """
         manager = self.block_manager
         # Some may have finished or been sent back since.

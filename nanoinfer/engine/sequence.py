@@ -41,12 +41,12 @@ class Sequence:
     priority: int = 0  # higher runs first
     request_id: int = 0
     sample: int = 0  # which of the request's completions it is
-    identity: Hashable = None  # what its keys, values and states depend on beside tokens; prefixes are shared within it
+    identity: Hashable = None  # what its keys and values depend on beside tokens; only equal identities share prefixes
     adapter: Any = None  # an Adapter of `lora/` that its layers add; None for none
     prompt_logprobs_start: int | None = None  # first prompt token whose log-probability is still wanted
     packed_ids: InitVar[bytes | None] = None  # prompt_token_ids as int32, where somebody has packed them
-    constraint: Constraint | None = None  # what limits its tokens beside sampling_params
-    hidden_states_request: HiddenStatesRequest | None = None  # what is wanted of its hidden states; None once all came
+    constraint: Constraint | None = None  # such as a grammar, which limits its tokens
+    hidden_states_request: HiddenStatesRequest | None = None  # which hidden states are wanted; None once all have come
     stopping: Stopping = NOT_QUEUED  # what ends it: `Scheduler.add` sets it
     num_prompt_tokens: int = field(init=False)
     token_ids: "array[int]" = field(init=False)  # prompt and collected completion, as int32
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def root(self) -> tuple[Hashable]:
-        """The parent of its first block in the prefix cache; never the number of an entry."""
+        """The parent of its first block in the prefix cache, where other blocks have an entry's serial."""
         return (self.identity,)
 
     @property
@@ -91,8 +91,8 @@ class Sequence:
     def max_cached_tokens(self) -> int:
         """How many of its tokens may come from the prefix cache.
 
-        The last token is always computed, since its logits are needed. If log-probabilities of prompt tokens are
-        wanted, all from the token before the first of these is computed; if hidden states, all from their first token.
+        The last token is always computed, since its logits are needed. The log-probability of a prompt token needs
+        the logits of the token before it, and a hidden state needs its token: these and all later ones are computed.
         """
         most = (self.prompt_logprobs_start or len(self.token_ids)) - 1
         return most if self.hidden_states_request is None else min(most, self.hidden_states_request.first)

@@ -15,8 +15,8 @@ from nanoinfer.sampling_params import SamplingParams
 class StopTokens(NamedTuple):
     """Holds the ids of the tokens that end a sample."""
 
-    ids: frozenset[int]  # the model's, and those that the request names
-    ignored: frozenset[int]  # of these, the model's own that ignore_eos takes back; those that the request names count
+    ids: frozenset[int]  # the model's stop tokens, and those that the request names
+    ignored: frozenset[int]  # the model's stop tokens if ignore_eos is set, except any that the request names
 
     @classmethod
     def of(cls, own_ids: Iterable[int], ignore_eos: bool, model_ids: frozenset[int]) -> "StopTokens":
@@ -29,8 +29,8 @@ class Stopping(NamedTuple):
 
     tokens: StopTokens
     max_num_tokens: int  # of prompt and completion together
-    min_tokens: int  # of the completion: no stop token or stop string ends it before
-    ends_with_prompt: bool = False  # nothing is sampled
+    min_tokens: int  # of the completion, before a stop token or a stop string may end it
+    ends_with_prompt: bool = False  # whether the sequence ends with its prompt, and samples nothing
 
     @classmethod
     def of(

@@ -1,6 +1,6 @@
 """The pre-norm decoder that most open models are: grouped-query attention with RoPE, a gated MLP, RMSNorm.
 
-What differs between architectures is in a `DecoderSpec`; a file beside this one gives that of an architecture. Module
+What differs between architectures is in a `DecoderSpec`, and a file beside this one has that of each family. Module
 names are those of the checkpoint, except for the packed projections (see `packed_modules_mapping` in `causal_lm.py`).
 `layer_stack.py` says how a step goes through the layers; `execution.py` chooses another way where one is faster.
 """
@@ -40,7 +40,7 @@ from nanoinfer.quantization.method_selection import quantize_layer
 class DecoderAttention(nn.Module):
     """Computes attention and the products before and after it.
 
-    place: which part of the KV cache is this layer's. window: how many tokens each token attends to, or None for all.
+    place: this layer's part of the KV cache. window: how many tokens each token attends to, or None for all.
     """
 
     def __init__(self, setup: DecoderSetup, place: LayerPlace, window: int | None, rotary_emb: RotaryEmbedding) -> None:
@@ -103,7 +103,7 @@ class DecoderAttention(nn.Module):
 
 
 class DecoderLinearAttention(GatedDeltaNet):
-    """Computes linear attention in the place of attention. index: which of the recurrent states are this layer's."""
+    """Computes linear attention in the place of attention. index: this layer's index among the recurrent states."""
 
     def __init__(self, config: ModelConfig, index: int, is_interleaved: bool, tp: TensorParallel) -> None:
         assert config.linear_attention is not None, "the config says which layers have linear attention"
@@ -123,7 +123,7 @@ class DecoderLinearAttention(GatedDeltaNet):
 
 
 class DecoderMLP(nn.Module):
-    """Computes the dense MLP, of padding rows too, which cost nothing beside the weights."""
+    """Computes the dense MLP, for padding rows too: they take hardly any time beside reading the weights."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class DecoderMLP(nn.Module):
 class LayerNorms(NamedTuple):
     """Holds the norms of a layer after its attention: of attention's output, the MLP's input, the MLP's output.
 
-    Without one before the MLP, attention and MLP read the same rows, and both are added to the residual stream at once.
+    Without `before_mlp`, attention and MLP read the same rows, and both are added to the residual stream at once.
     """
 
     of_attention: RMSNorm | None = None
@@ -152,7 +152,7 @@ class LayerNorms(NamedTuple):
 
 
 class DecoderLayer(Layer):
-    """Computes a layer: a mixer, which is attention or linear attention, and an MLP. window: of its attention."""
+    """Computes a layer: a mixer, which is attention or linear attention, and an MLP. window: as in DecoderAttention."""
 
     def __init__(self, setup: DecoderSetup, index: int, window: int | None, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class DecoderLayer(Layer):
         return ways & IN_PIECES if self.has_experts else ways
 
     def normalise_input(self, stream: ResidualStream) -> None:
-        # The MLP of a parallel block reads these rows, too: both round them themselves, if needed.
+        # In a parallel block the MLP reads these rows, too, so mixer and MLP each round them if they need it.
         stream.normalise(self.input_layernorm, None if self.spec.has_parallel_block else self.mixer.input_format)
 
     def project(self, stream: ResidualStream) -> Any:
@@ -250,7 +250,7 @@ class Decoder(LayerStack):
         layers: list[Layer] = []
         for index, (window, embedding) in enumerate(zip(windows, embeddings, strict=True)):
             layers.append((spec.layer or DecoderLayer)(setup, index, window, embedding))
-            # At once: there may be no memory for all layers in 16 bits.
+            # Layer by layer, since there may be no memory for all layers in 16 bits.
             quantize_layer(layers[-1], f"model.layers.{index}", config.quantization)
         self.layers = cast(Sequence[DecoderLayer], nn.ModuleList(layers))
         self.has_experts = any(layer.has_experts for layer in self.layers)

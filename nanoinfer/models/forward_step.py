@@ -15,8 +15,8 @@ from nanoinfer.ops.lora.spec import LoRARows
 class ForwardStep:
     """Says what a forward pass computes, and where layers find what they remember of earlier tokens.
 
-    Where a CUDA graph is captured, the step is made inside the capture, from tables that stay where they are. What else
-    layers come to need of a step gets a field here. Of what is remembered, each layer takes its own part.
+    For a CUDA graph, the step is made inside the capture, from tables that keep their addresses. Whatever else layers
+    need to know of a step becomes a field here. Each layer takes its own part of the cache and of the states.
     """
 
     token_ids: Tensor  # (num_tokens,) int32
@@ -31,8 +31,8 @@ class ForwardStep:
     adapters: LoRARows | None = None  # which adapter each token has; None where no row has any
     images: StepImages | None = None  # what tokens of images read; None where the step has none
     rotary_positions: Tensor | None = None  # (num_tokens,) int64, by which tokens after images rotate; None: positions
-    reads_all: bool = True  # False: of a prefill step only the hidden states of each chunk's last token are read
-    routed: list[Tensor] | None = None  # layers add the experts of each token, (num_tokens, k); None: nobody asks
+    reads_all: bool = True  # False: only the hidden states of the last token of each prefill chunk are read
+    routed: list[Tensor] | None = None  # each layer appends its experts' ids, (num_tokens, k); None if nobody asks
 
     @property
     def attention(self) -> Metadata:

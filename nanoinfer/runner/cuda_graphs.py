@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: hundreds of small kernels, launched as one.
 
 A graph goes from the tables to the logits. It is captured for each of a few batch sizes; a batch runs in the smallest
-that holds it, padded. Steps whose rows share prefixes run other kernels, and so do steps of several tokens a row. They
+that holds it, padded. Steps whose rows share prefixes run other kernels, and so do steps of several tokens a row. Both
 have graphs of their own, which are captured when they are first needed, or later (`stand_ins.py`).
 """
 
@@ -81,10 +81,10 @@ class DecodeGraphs:
 
     `forward` writes to memory that its caller owns. All tensors that it reads or writes must keep their addresses.
 
-    sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes, the second in ascending order; only
-    `sizes` are captured here, and not even they if they are `late`.
+    sizes, sharing_sizes: the batch sizes of steps without and with shared prefixes, the second in ascending order.
+    late: capture no graph before it is needed. Otherwise the graphs of `sizes` are captured by the constructor.
     is_warm: whether such graphs were captured before in this process, so that their kernels are compiled and loaded.
-    least_free: bytes that late graphs leave free, for the largest step.
+    least_free: bytes that graphs which are captured later leave free, for the largest step.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DecodeGraphs:
         least_free: int = 0,
     ) -> None:
         self._forward = forward
-        self._padding = [GraphInputs.padding(max(sizes), device, count) for count in (1, 0)]  # 0: packed lines
+        self._padding = [GraphInputs.padding(max(sizes), device, count) for count in (1, 0)]  # 0 with packed lines
         self._inputs = GraphInputs.padding(max(sizes), device, 1)
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph | Launches] = {}
         self._sizes, self._sharing_sizes = sorted(sizes), sharing_sizes

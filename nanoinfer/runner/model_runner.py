@@ -32,8 +32,8 @@ class LaunchedStep(NamedTuple):
 
     rows: Tensor  # (num_sampled,) int64
     host_rows: list[int]  # the same on the host
-    side_outputs: list[SideOutput]  # of prompts
-    proposals: Proposals | None = None  # what follows the newest tokens; it was computed too
+    side_outputs: list[SideOutput]  # what prompts yield beside tokens
+    proposals: Proposals | None = None  # the tokens that were computed behind the newest ones
 
 
 class StepHandle(NamedTuple):
@@ -51,8 +51,8 @@ class StepHandle(NamedTuple):
 class ModelRunner:
     """Runs packets on one device, while the model is awake.
 
-    state: the buffers, cache and tables of its steps. backends: how attention is computed. num_threads: how many CPU
-    threads steps have; None leaves the user's own number.
+    state: the buffers, cache and tables of its steps. backends: compute attention. num_threads: how many CPU threads
+    steps have; None leaves the user's own number.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ModelRunner:
             has_graphs = self.state.decode_graphs is not None
             batch = proposals.added_to(batch, has_graphs, self.state.sampler.max_row_tokens)
         elif self.state.tables.recurrent_states is not None:
-            self.state.tables.recurrent_states.flush(rows)  # steps of one token a row know of nothing pending
+            self.state.tables.recurrent_states.flush(rows)  # a step of one token a row does not add pending tokens
         forward = self.state.decode_graphs.replay if self.state.decode_graphs else self.decode
         forward(batch)
         host_rows = column(on_host, "decode_rows", "row").tolist()
@@ -111,8 +111,8 @@ class ModelRunner:
     def sample(self, launched: LaunchedStep, masks: TokenMasks | None = None) -> StepHandle:
         """Draw the tokens of a launched step, as the masks allow, and start their copy to the host.
 
-        They come in the packet's order: chunks that sample, or decode rows. With proposals, those that do not count are
-        NOT_COUNTED.
+        They come in the packet's order: chunks that sample, or decode rows. With proposals, a token that does not count
+        is NOT_COUNTED.
         """
         with computing(self.device, self._num_threads):
             if self.model.generates:
@@ -140,7 +140,7 @@ class ModelRunner:
         return hidden
 
     def planned(self, step: ForwardStep) -> ForwardStep:
-        """Return the step with what the attention backends prepare once for all layers."""
+        """Return the step with its adapters, and with what attention backends prepare once for all layers."""
         plan, routed = self._backends.plan, None if self.state.routing_table is None else list[Tensor]()
         planned = (plan(metadata, step.kv_cache, table) for table, metadata in enumerate(step.metadata))
         adapters = self.state.adapters.of_tokens(step) if self.state.adapters else None
@@ -156,5 +156,5 @@ class ModelRunner:
             self.model.compute_logits(hidden, out=self.state.buffers.logits[: len(hidden)])
 
     def close(self) -> None:
-        """Let go of model and memory, even if the traceback of an error keeps this object. To be called once."""
+        """Let go of model and memory, even if the traceback of an error keeps this object. Call it once."""
         del self.model, self.state

@@ -29,9 +29,9 @@ class StepTables:
     """Holds tables of `max_num_seqs` rows, and a spare row after them. Every rank has them all, with equal contents.
 
     token_ids: (rows, max_model_len + 1) int32. After a row's known tokens there may be proposals.
-    context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest.
-    block_tables: (num_tables * rows, max_blocks) int32, which blocks of `kv_cache` a row has: the first tables of all
-    rows, then the second ones.
+    context_lens: (rows,) int32, known tokens: those whose keys and values are computed, and the newest one.
+    block_tables: (num_tables * rows, max_blocks) int32, the ids of each row's blocks in `kv_cache`: the first table of
+    every row, then the second table of every row, and so on.
     recurrent_states: what layers with linear attention remember of the rows; None without such layers.
     """
 
@@ -86,7 +86,7 @@ class StepTables:
                 cu_context_lens=cu_context_lens,
                 slot_mapping=slots_of(table, token_rows, positions, self.kv_cache.block_size),
                 block_tables=table[rows],
-                num_blocks=0 if index else header.num_prefill_blocks,  # those of the first table are counted
+                num_blocks=0 if index else header.num_prefill_blocks,  # the packet counts blocks of the first table
             )
             for index, table in enumerate(self.tables)
         )
