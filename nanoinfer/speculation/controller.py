@@ -1,9 +1,10 @@
 """Decides in each step whether proposals pay, and how many, by what steps have cost so far.
 
-A step with proposals costs more in two ways. It computes more tokens, and it waits for the tokens before it, so nothing
-of the host's work is hidden behind the device's. Both are in the time from one step's schedule to the next one's, which
-is measured as steps come: for plain steps, and relative to these for steps with proposals, by the numbers of rows and
-of tokens. Until such steps have been measured three times, their cost is a guess that invites a trial.
+A step with proposals costs more in two ways. It computes more tokens, and it waits for the tokens before it, so the
+host's work is not hidden behind the device's. The time from one step's schedule to the next one's includes both costs.
+It is measured for each number of rows and lines as steps come, and compared with that of plain steps, which have no
+proposals and do not wait. Until a kind of step has been measured three times, its cost is a low guess that invites a
+trial.
 """
 
 from collections import Counter, deque
@@ -13,21 +14,21 @@ from nanoinfer.engine.interfaces import FEW_ROWS
 from nanoinfer.integers import ceil_div
 
 NUM_KEPT = 5  # measurements of a kind of step; their median counts
-NUM_NEEDED, NUM_TRIED = 2, 3  # of plain steps, and of those that waited: fewer measurements are not believed
-MIN_GAIN = 1.05  # that is expected of proposals, in tokens a second
+NUM_NEEDED, NUM_TRIED = 2, 3  # measurements that are enough: of plain steps, and of steps that waited
+MIN_GAIN = 1.05  # the least expected ratio of tokens a second, with proposals to without
 GUESSED_WAIT = 1.1  # cost of a step that waits, relative to a plain one, before one was measured
-GUESSED_LINES = 1024  # of so many more, a step is guessed to take twice as long
-NUM_REMEMBERED = 512  # plain steps after which what proposals cost is forgotten, and tried again
-NUM_TRUSTED = 4.0  # proposals that an estimate begins with
-MOST_EQUAL = 16  # tokens that estimates tell apart
+GUESSED_LINES = 1024  # a step with so many more lines is guessed to take twice as long
+NUM_REMEMBERED = 512  # after so many plain steps, the cost of proposals is forgotten and measured again
+NUM_TRUSTED = 4.0  # an estimate begins as if so many proposals had been judged
+MOST_EQUAL = 16  # longer runs of equal tokens share an estimate
 
 
 class Acceptance:
-    """Estimates the probability that a proposal is right if those before it are, by what happened lately.
+    """Estimates, from recent proposals, the probability that a proposal is right if the proposals before it are.
 
-    Where a text has just differed from what it copies, it often differs again, and a long copy goes on. So each number
-    of equal tokens before a proposal has an estimate of its own, up to `most_equal`. decay: how much of an estimate
-    counts after one more proposal.
+    A text that has just differed from its source often differs again, and a long copy often goes on. So each number of
+    equal tokens before a proposal has an estimate of its own, up to `most_equal`. prior: the first estimate. decay: the
+    weight that older proposals keep after one more.
     """
 
     def __init__(self, prior: float = 0.5, most_equal: int = MOST_EQUAL, decay: float = 0.998) -> None:
@@ -36,20 +37,20 @@ class Acceptance:
         self._decay = decay
 
     def judge(self, num_equal: int, num_right: int, num_judged: int, num_rows: int = 1) -> None:
-        """Note that so many proposals of rows were judged, one after the other, and so many were right.
+        """Note that `num_judged` consecutive proposals of a row were judged, and the first `num_right` were right.
 
-        num_equal: tokens before the first of them. num_rows: with the same proposals judged.
+        num_equal: equal tokens before the first of them. num_rows: how many rows had this result.
         """
         rights, totals, last = self._num_right, self._num_judged, len(self._num_right) - 1
         kept = self._decay**num_rows
-        added = (1.0 - kept) / (1.0 - self._decay)  # what num_rows add one after the other
+        added = (1.0 - kept) / (1.0 - self._decay)  # the sum of what num_rows rows add one after the other
         for place in range(num_judged):
             kind = min(num_equal + place, last)
             rights[kind] = kept * rights[kind] + added * (place < num_right)
             totals[kind] = kept * totals[kind] + added
 
     def probabilities(self, num_equal: int, count: int) -> list[float]:
-        """Return the probability of each of so many proposals. num_equal: tokens before the first of them."""
+        """Return the probability of each of `count` proposals. num_equal: equal tokens before the first of them."""
         last = len(self._num_right) - 1
         kinds = [min(num_equal + place, last) for place in range(count)]
         return [self._num_right[kind] / self._num_judged[kind] for kind in kinds]
@@ -58,7 +59,7 @@ class Acceptance:
 class Size(NamedTuple):
     """Says what a step of some size would compute.
 
-    num_lines: of all rows, with padding. num_right: proposals that are expected to be right.
+    num_lines: lines of all rows, with padding. num_right: how many proposals are expected to be right.
     """
 
     num_lines: int
@@ -73,24 +74,25 @@ class Controller:
 
     def __init__(self) -> None:
         self._plain: dict[int, deque[float]] = {}  # seconds, by number of rows
-        self._num_plain = Counter[int]()  # of these that came
-        # Seconds of steps that waited, by numbers of rows, and of lines; 0 without proposals.
+        self._num_plain = Counter[int]()  # plain steps so far, by number of rows
+        # Seconds of steps that waited, by number of rows and then of lines; 0 lines stands for no proposals.
         self._seconds: dict[int, dict[int, deque[float]]] = {}
-        self._known: dict[int, dict[int, float]] = {}  # of those that were measured often enough
+        self._known: dict[int, dict[int, float]] = {}  # the time of each kind that was measured often enough
 
     def note_plain(self, num_rows: int, seconds: float) -> None:
         """Note the time of a plain step."""
         size = rounded_rows(num_rows)
         self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
         self._num_plain[size] += 1
-        if self._num_plain[size] % NUM_REMEMBERED == 0:  # something else may have taken the time of a trial
+        if self._num_plain[size] % NUM_REMEMBERED == 0:  # a trial may have been slow for another reason
             self._seconds.pop(size, None)
             self._known.pop(size, None)
 
     def note(self, num_rows: int, num_lines: int, seconds: float) -> None:
-        """Note the time of a step that has waited, and computes so many lines; 0 if nothing is proposed.
+        """Note the time of a step that has waited and computed `num_lines` lines; 0 if nothing was proposed.
 
-        A plain step takes no longer. So one that was measured before, with masks for example, does not count for ever.
+        A plain step never takes longer than one that waits. So a shorter time counts as one of a plain step, too. It
+        replaces times that were too long, such as those of steps with masks.
         """
         size = rounded_rows(num_rows)
         measured = self._seconds.setdefault(size, {}).setdefault(num_lines, deque(maxlen=NUM_KEPT))
@@ -101,10 +103,11 @@ class Controller:
             self._plain.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
 
     def plain_seconds(self, num_rows: int) -> float | None:
-        """Return what a plain step of so many rows takes; None before that is known.
+        """Return the seconds that a plain step of so many rows takes; None before that is known.
 
-        What up to twice as many rows take is scaled down: few rows take nearly as long, because a step reads all
-        weights, and many rows at least half as long and in proportion. So proposals still pay when rows become fewer.
+        If this number of rows was not measured, the time of up to twice as many rows is scaled down. Few rows take as
+        long, because a step reads all weights; of many rows' time, half is taken to be in proportion to the rows. So
+        proposals go on when rows become fewer.
         """
         size = rounded_rows(num_rows)
         if (known := _median(self._plain.get(size, ()))) is not None:
@@ -115,10 +118,11 @@ class Controller:
         return None
 
     def cost(self, num_rows: int, num_lines: int) -> float:
-        """Return what a step that waits takes, relative to a plain one, of which the time is known. See `note`.
+        """Return the time of a step that waits, relative to that of a plain step. num_lines: as in `note`.
 
-        A number of lines that was not measured is guessed to lie between those that were, or to go on from the two
-        largest. Without these it is guessed low, to invite a trial. It takes no longer than as many lines of more rows.
+        The time for a number of lines that was not measured is interpolated between measured ones, or extrapolated from
+        the two largest. Without these it is guessed low, to invite a trial. The guess is at most the time that as many
+        lines of more rows take.
         """
         size, plain = rounded_rows(num_rows), self.plain_seconds(num_rows)
         lines = num_lines or size
@@ -143,9 +147,9 @@ class Controller:
         return guess / plain
 
     def choose(self, num_rows: int, sizes: list[Size], has_waited: bool = False) -> Size | None:
-        """Return the size of a step with which most tokens a second are expected; None if none should be proposed.
+        """Return the size of a step that promises the most tokens a second; None if nothing should be proposed.
 
-        has_waited: whether the step has waited already, so it would not be a plain one.
+        has_waited: whether the step has waited already, so that it would not be a plain step without proposals either.
         """
         if not sizes or num_rows == 0 or self.plain_seconds(num_rows) is None:
             return None
@@ -158,7 +162,7 @@ class Controller:
 
 
 def rounded_rows(num_rows: int) -> int:
-    """Return a number of rows that stands for a few smaller ones, too."""
+    """Return the number of rows that stands for this one and a few smaller ones."""
     return 1 << (num_rows - 1).bit_length() if num_rows <= 32 else ceil_div(num_rows, 32) * 32
 
 
@@ -167,5 +171,5 @@ def _median(values: "deque[float] | tuple[()]") -> float | None:
 
 
 def _fast(values: "deque[float]") -> float | None:
-    """Return the time of a step that nothing has disturbed, such as the capture of a graph."""
+    """Return the time of an undisturbed step: the capture of a graph, for example, makes a step slow."""
     return sorted(values)[(len(values) - 1) // 4] if len(values) >= NUM_TRIED else None

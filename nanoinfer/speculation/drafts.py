@@ -2,15 +2,15 @@
 
 `TextDrafts` follows one sequence. Where the text repeats another place, it points at the token that would come next
 there, and moves on as tokens are drawn. A text that is rewritten differs from its source now and then. So the pointer
-survives one token that differs: instead of one of the source, before one, or where one of the source is left out. After
-more of them the text is looked up, and a copy that has ended is resumed by a single token that stands a little further
-on in the source.
+survives one token that differs, whether the text replaces, inserts or leaves out a token. After more such tokens the
+copy has ended, and the last tokens are looked up again. If that finds nothing, a single equal token a little further on
+in the source resumes the copy.
 
 Two methods look up. "ngram" takes the place with the longest match, as prompt lookup does (Saxena, 2023). "suffix" is
-suffix decoding (Oliaro et al., 2024, arXiv 2411.04975): of the places with a match of some length, as many as went on
-with a token make its probability; the length whose tokens have the largest sum of probabilities wins, among places in
-the text itself and in earlier answers. The published method keeps trees of all suffixes. Here the newest `MAX_PLACES`
-places with the same last tokens stand for all, which needs a dict alone.
+suffix decoding (Oliaro et al., 2024, arXiv 2411.04975). It looks at all places with a match of some length, in the text
+itself and in earlier answers. A token's probability is the share of these places that go on with it. The length whose
+draft has the largest sum of probabilities wins. The published method keeps trees of all suffixes. Here the newest
+`MAX_PLACES` places with the same last tokens stand for all, so a dict is enough.
 """
 
 from array import array
@@ -21,29 +21,29 @@ from nanoinfer.speculation.text_index import END, TextIndex, count_equal
 from nanoinfer.speculative_config import SpeculativeOptions
 
 MIN_MATCH = 3  # of "suffix": fewer equal tokens say little, and are found everywhere
-SURE_MATCH = 8  # equal tokens from which on one that differs does not send the text to other places
-MAX_REPLACED = 32  # tokens within which a copy that has ended is resumed by one equal token
-MAX_PLACES = 16  # that are compared in a lookup
-MAX_CACHED_TOKENS = 2**19  # of earlier answers, in both halves together: they take some 60 MB
+SURE_MATCH = 8  # after so many equal tokens, one that differs does not cause a new lookup
+MAX_REPLACED = 32  # within so many tokens, one equal token resumes a copy that has ended
+MAX_PLACES = 16  # places that a lookup compares
+MAX_CACHED_TOKENS = 2**19  # tokens of earlier answers, in both halves together: they take some 60 MB
 NO_TEXT = array("i")
 
 
 class Draft(NamedTuple):
-    """Tokens that may come next. score: how many of them are expected to."""
+    """Holds tokens that may come next. score: how many of them are expected to come."""
 
     token_ids: list[int]
     score: float
 
 
 class Ahead(NamedTuple):
-    """Holds the tokens that are expected next, and the draft after them if they come."""
+    """Holds the tokens that are expected next, and the draft for what follows them."""
 
     expected: "array[int]"
     token_ids: list[int]
 
 
 class Match(NamedTuple):
-    """Places in a text after the last tokens of another, the newest first. score: see Draft."""
+    """Holds places in a text that follow a copy of another text's last tokens, newest first. score: see Draft."""
 
     places: list[int]
     num_equal: int
@@ -53,7 +53,8 @@ class Match(NamedTuple):
 class EarlierAnswers:
     """Keeps the newest answers of the engine for "suffix".
 
-    Two indices take turns: when one is full, the other, which is older, is dropped. min_match: n of their n-grams.
+    There are two indices: when the newer one is full, it becomes the older one, and the older one is dropped.
+    min_match: n of their n-grams.
     """
 
     def __init__(self, max_requests: int, max_tokens: int = MAX_CACHED_TOKENS, min_match: int = MIN_MATCH) -> None:
@@ -77,7 +78,7 @@ class EarlierAnswers:
 class TextDrafts:
     """Follows the text of one sequence, and says what it may go on with.
 
-    token_ids: the text; it grows, and `follow` is called then. answers: where "suffix" looks, too.
+    token_ids: the text. After it has grown, call `follow`. answers: other texts in which "suffix" looks up.
     """
 
     def __init__(self, options: SpeculativeOptions, token_ids: "array[int]", answers: EarlierAnswers) -> None:
@@ -89,12 +90,12 @@ class TextDrafts:
         self._index.extend()
         self._of_few: TextIndex | None = None  # single tokens, once they are looked up
         self._num_followed = len(token_ids)
-        # Where the text is being copied from: places in one text, the newest first, each at what would come next.
+        # What the text copies: places in one source text, the newest first, each at the token that would come next.
         self._source, self._places = NO_TEXT, list[int]()
-        self._num_matched = 0  # tokens before the places that are equal, but for those that differed
-        self.num_equal = self.num_before = 0  # since the last one that differed; before the last draft
-        self._num_trusted = 0  # likewise, in all that was copied from there, up to _max_match
-        self._has_missed = False  # whether the newest token was not that of the source
+        self._num_matched = 0  # equal tokens of this copy, not counting those that differed
+        self.num_equal = self.num_before = 0  # equal tokens since one differed; the same when the last draft was made
+        self._num_trusted = 0  # equal tokens, with those before a copy was resumed, up to _max_match
+        self._has_missed = False  # whether the newest token differed from the source's
         self._left_at = self._ended_at = 0  # where the copy ended: in the source, and in the text
         self._near: frozenset[int] | None = None  # the source's next tokens from there on, once `_resume` has asked
 
@@ -126,14 +127,14 @@ class TextDrafts:
         return position
 
     def catch_up(self) -> None:
-        """Have lookups find the newest tokens, too."""
+        """Add the newest tokens of the text to its index, so that lookups find them."""
         self._index.extend()
 
     def draft(self, most: int, takes_short: bool = True, catches_up: bool = True) -> list[int]:
-        """Return at most so many tokens that may come next. `num_before` says how many before them are equal.
+        """Return at most `most` tokens that may come next. `num_before` says how many tokens before them are equal.
 
-        takes_short: whether "suffix" may go by fewer than MIN_MATCH of them where nothing else is found. catches_up:
-        whether the text itself is looked up as far as it goes; else as far as the last `catch_up`.
+        takes_short: whether "suffix" may go by fewer than MIN_MATCH equal tokens if nothing else is found. catches_up:
+        whether the index is extended to the end of the text first; otherwise lookups see it as of the last `catch_up`.
         """
         if not self._places or (self._has_missed and self._num_trusted < SURE_MATCH):
             if catches_up:
@@ -149,9 +150,10 @@ class TextDrafts:
         return self._draft_from_few(most) if takes_short and self._is_suffix else []
 
     def look_ahead(self, num_proposed: int, most: int) -> Ahead | None:
-        """Return what `draft` will return once so many proposals were right, and the token after them is the source's.
+        """Return the tokens to expect, and the draft after them: what `draft` will return if all of them come.
 
-        None where there is not one place alone, or not enough after it.
+        The tokens to expect are `num_proposed` proposals and the one after them. None if there are several places or
+        none, or if the source ends too early.
         """
         if len(self._places) != 1:
             return None
@@ -164,7 +166,7 @@ class TextDrafts:
         return Ahead(tokens[: num_proposed + 1], tokens[num_proposed + 1 :].tolist())
 
     def follow_ahead(self, ahead: Ahead) -> list[int]:
-        """Take in the tokens that were expected, which were appended to the text; return what comes next."""
+        """Take in the expected tokens, which have been appended to the text; return the draft after them."""
         count = len(ahead.expected)
         self._num_followed += count
         self._places, self._has_missed = [self._places[0] + count], False
@@ -175,7 +177,7 @@ class TextDrafts:
         return ahead.token_ids
 
     def _draft_from_few(self, most: int) -> list[int]:
-        """Return what follows the newest token elsewhere in the text, without a copy that would be followed."""
+        """Return what follows the newest token elsewhere in the text. This begins no copy for `follow` to follow."""
         self._of_few = self._of_few or TextIndex(self._index.tokens, 1)
         self._of_few.extend()
         tokens = self._index.tokens
@@ -186,12 +188,12 @@ class TextDrafts:
         return self._go_on(tokens, match.places, self._limited(most, match.num_equal)).token_ids
 
     def _limited(self, most: int, num_matched: int) -> int:
-        """Return how many tokens may be proposed after so many that are equal."""
+        """Return how many tokens may be proposed after `num_matched` equal ones."""
         factor = self._options.suffix_decoding_max_spec_factor
         return min(most, int(num_matched * factor)) if self._is_suffix else most
 
     def _move(self, position: int) -> None:
-        """Follow the source by the token at this position of the text."""
+        """Move the places on by the token at this position of the text."""
         source, places, tokens = self._source, self._places, self._index.tokens
         token_id = tokens[position]
         end = position if source is tokens else len(source)  # the text itself is a source as far as it came before
@@ -206,17 +208,17 @@ class TextDrafts:
         self.num_equal = 0
         if not missed_before and self._num_matched > 1:
             self._left_at, self._ended_at, self._near = place, position, None
-        if place + 1 < end and source[place + 1] == token_id:  # the source has one token more
+        if place + 1 < end and source[place + 1] == token_id:  # the text leaves out a token of the source
             self._places = [place + 2]
-        elif not missed_before and self._num_matched > 1:  # as if this token took the place of one of the source
+        elif not missed_before and self._num_matched > 1:  # take it as a replaced token
             self._places, self._has_missed = [place + 1], True
-        elif missed_before and source[place - 1] == token_id:  # the one before this was one more than the source has
+        elif missed_before and source[place - 1] == token_id:  # the token before was inserted
             self._places = [place]
         else:
             self._places = []
 
     def _resume(self) -> None:
-        """Point to the newest token a little after the place where the copy ended, if it is there."""
+        """Resume a copy that has ended, if the newest token stands in the source a little after that place."""
         source, tokens = self._source, self._index.tokens
         if not self._num_trusted or len(tokens) - 1 - self._ended_at > MAX_REPLACED:
             return
@@ -230,7 +232,7 @@ class TextDrafts:
             self._num_matched, self.num_equal, self._has_missed = 1, 1, False
 
     def _look_up(self, most: int) -> None:
-        """Find where the text has its last tokens elsewhere; where nothing is found, all stays as it is."""
+        """Point to the best places that follow a copy of the text's last tokens; if there are none, change nothing."""
         key, best = self._index.key(self._index.tokens), 0.0
         for index in (self._index, *self._answers.halves):
             if key in index.newest:  # mostly not, and a call takes longer
@@ -240,7 +242,7 @@ class TextDrafts:
                     self._point(index.tokens, match.places, match.num_equal)
 
     def _best_match(self, other: "array[int]", places: list[int], most: int) -> Match:
-        """Return the longest match of the text's last tokens before these places; of "suffix", with the best draft."""
+        """Return the longest match of the text's last tokens before these places; for "suffix", the best in score."""
         text = self._index.tokens
         matched = [count_equal(text, other, place, self._max_match) for place in places]
         if not self._is_suffix:
@@ -282,7 +284,7 @@ class TextDrafts:
         return Draft(token_ids, score)
 
     def _read(self, source: "array[int]", place: int, most: int, before: list[int]) -> list[int]:
-        """Return what follows a place. At the end of the text itself, that is what is drafted for it (`before`)."""
+        """Return what follows a place. Past the end of the text itself, the draft for that text (`before`) goes on."""
         token_ids = source[place : place + most].tolist()
         if END in token_ids:
             return token_ids[: token_ids.index(END)]

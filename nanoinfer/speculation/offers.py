@@ -13,27 +13,28 @@ from nanoinfer.engine.interfaces import packed_step
 from nanoinfer.integers import ceil_div
 from nanoinfer.speculation.controller import Size, rounded_rows
 
-# What the chances of a row's proposals are estimated from: how many of them a form leaves no choice about (they come
-# first), how many tokens before the draft equal those before the place that it is copied from, and how many proposals
-# there are.
+# Rows of one kind have the same chances. A kind is: how many proposals a form forces (they come first), how many tokens
+# before the draft equal those before the place that it is copied from, and how many proposals there are.
 Kind = tuple[int, int, int]
 
 
 class Drafted(Protocol):
-    """Has a draft: what a sequence may go on with."""
+    """Has a draft, the tokens that a sequence may go on with, and the kind of its chances."""
 
     draft: list[int]
     kind: Kind
 
 
-Chances = Mapping[Kind, Sequence[float]]  # that the first proposal of a row counts, the second, and so on
+# The probability that the first proposal of a row counts, that the second one does, and so on.
+Chances = Mapping[Kind, Sequence[float]]
 
 
 class Offers:
     """Holds what could be proposed to the rows of a step.
 
-    rows: of all num_seqs sequences, or of a few that stand for them; None where nothing may be proposed. chances: of
-    each kind of row that has a draft. choices: the numbers of proposals that rows have where lines are padded.
+    rows: those of all num_seqs sequences, or of a few that stand for them; None where nothing may be proposed.
+    chances: of each kind of row that has a draft. choices: the numbers of proposals that a row of a padded step may
+    have. packs: whether steps are packed, so that rows may have different numbers of lines.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Offers:
     ) -> None:
         self._rows, self._num_seqs, self._chances, self._choices = rows, num_seqs, chances, choices
         self._counts = Counter([row.kind for row in rows if row and row.draft])
-        self._weight = num_seqs / max(1, len(rows))  # of a row: how many it stands for
+        self._weight = num_seqs / max(1, len(rows))  # how many sequences a row stands for
         self._ranked = _ranked(chances) if packs else None
         self.sizes = self._padded() if self._ranked is None else self._packed(self._ranked)
 
@@ -77,7 +78,7 @@ class Offers:
         return sizes
 
     def take(self, size: Size) -> list[list[int]]:
-        """Return the proposals of each row, as many as a step of this size has lines for. All sequences have rows."""
+        """Return the proposals of each row, as many as a step of this size has lines for; needs all sequences' rows."""
         places, last, num_more = Counter[Kind](), None, 0
         if self._ranked is None:
             most = size.num_lines // rounded_rows(self._num_seqs) - 1
@@ -103,5 +104,5 @@ class Offers:
 
 
 def _ranked(chances: Chances) -> list[tuple[float, Kind]]:
-    """Return the chances of all proposals, each for all rows of a kind, the likeliest first."""
+    """Return the chances of proposals, the likeliest first; each stands for one place in all rows of a kind."""
     return sorted([(chance, kind) for kind, its in chances.items() for chance in its], reverse=True)

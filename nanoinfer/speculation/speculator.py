@@ -1,7 +1,7 @@
-"""The engine's Proposer: drafts for each row, if the controller finds that they pay.
+"""The engine's Proposer: proposes a draft for each row, if the controller finds that proposals pay.
 
-A step that waits finds out at once where a text begins to repeat, and one that overlaps a step later. So after
-proposals have paid, steps wait on for a while, even those without any, as long as what was saved lately pays for it.
+A step that waits sees at once that a text begins to repeat; one that overlaps sees it a step later. So after proposals
+have paid, steps go on waiting for a while, even those without proposals, until that has cost what was saved lately.
 
 Where many rows run, only a few are watched until their texts promise a gain (`watch.py`). Watched rows are drafted for
 while plain steps overlap, and their drafts are judged by the tokens that come. So text that repeats nothing costs next
@@ -32,21 +32,22 @@ from nanoinfer.speculative_config import SpeculativeOptions
 
 logger = logging.getLogger("nanoinfer")
 
-NUM_UNEVEN = 3  # plain steps after one that has waited that are not measured
-# Of many rows each proposal takes time, since steps are bound by arithmetic: it has to be as likely as rows / this.
+NUM_UNEVEN = 3  # so many plain steps after one that has waited are not measured
+# Steps of many rows are bound by arithmetic, so each proposal takes time. The least chance that is worth it is
+# rows / ROWS_TO_CHANCE, and at most MOST_CHANCE.
 ROWS_TO_CHANCE, MOST_CHANCE = 512, 0.5
-MAX_SHORT = 32  # rows whose drafts may follow from a single equal token: of more, they are not worth their lines
-INDEXING_SHARE = 0.75  # of a plain step: for so long the host indexes texts, while the device computes a step
-MAX_SAVED = 1.0  # plain steps that proposals have saved lately, which steps that wait in vain may use up
-FORM_PRIOR = 0.9  # a form leaves no choice about a text, but maybe about the tokens that write it
+MAX_SHORT = 32  # with more rows, drafts that follow from fewer than MIN_MATCH equal tokens are not worth their lines
+INDEXING_SHARE = 0.75  # the share of a plain step's time in which the host indexes texts while the device computes
+MAX_SAVED = 1.0  # savings that are remembered for steps that wait in vain to use up, in plain steps
+FORM_PRIOR = 0.9  # the first estimate for forced text: its characters are certain, its division into tokens is not
 NOTHING = Offers([], 0, {}, [], packs=False)
 
 
 class StepStart(NamedTuple):
     """Says what was known when a step began.
 
-    num_lines: see `Controller.note`; None if the step overlaps with the one before it. num_tokens: that had been
-    generated. num_overlapped: steps up to this one that overlap, one after the other.
+    num_lines: see `Controller.note`; None if the step overlaps with the one before it. num_tokens: how many tokens the
+    engine had generated. num_overlapped: the length of the run of overlapping steps that this one ends.
     """
 
     time: float  # perf_counter
@@ -56,15 +57,15 @@ class StepStart(NamedTuple):
     num_overlapped: int
 
 
-# The kind of a row, its draft, and the tokens that came in the place of that.
+# The kind of a row, its draft, and the tokens that came in place of the draft.
 Verdict = tuple[Kind, list[int], "array[int]"]
 
 
 class DraftedRow:
-    """A sequence, and what it may go on with.
+    """Holds a sequence and its draft, the tokens that it may go on with.
 
-    draft: as of the tokens that `drafts` has followed. Those that the sequence's form leaves no choice about come
-    first. They take the place of as many that the text would repeat. ahead: what is drafted next if all goes well.
+    draft: what follows the tokens that `drafts` has followed. Tokens that the sequence's form forces come first, in
+    place of as many of the text's. ahead: the next draft, if all proposals are right.
     """
 
     def __init__(self, seq: Sequence, drafts: TextDrafts) -> None:
@@ -75,7 +76,7 @@ class DraftedRow:
         self.ahead: Ahead | None = None
 
     def follow(self, most: int, takes_short: bool, catches_up: bool) -> Verdict | None:
-        """Draft at most so many tokens for what comes next; return how the last draft did, if there was one."""
+        """Draft at most `most` tokens for what comes next; return how the last draft did, if there was one."""
         tokens, first = self.seq.token_ids, self.num_followed
         if first == len(tokens):
             return None
@@ -91,16 +92,17 @@ class DraftedRow:
             forced = [*self.seq.constraint.forced()][:most]
             num_forced = len(forced)
             self.draft[:num_forced] = forced
-        if self.draft:  # few numbers of equal tokens, so that rows are of few kinds
+        if self.draft:  # the number of equal tokens is capped, so that there are few kinds
             self.kind = num_forced, min(self.drafts.num_before, MOST_EQUAL), len(self.draft)
         return verdict
 
 
 class Speculator:
-    """Proposes what sequences of an engine go on with. See `Proposer`.
+    """Proposes tokens that the sequences of an engine may go on with. See `Proposer`.
 
-    max_num_tokens: of a row. overlaps: whether plain steps are launched before the tokens of the last one are
-    collected. stats: the engine's, where the time is counted that proposals have saved. packs_lines: see RunnerLimits.
+    max_num_tokens: the most proposals of a row. overlaps: whether plain steps are launched before the tokens of the
+    last one are collected. stats: the engine's metrics, which count the time that proposals save. packs_lines: see
+    RunnerLimits.
     """
 
     def __init__(
@@ -120,8 +122,8 @@ class Speculator:
         self._choices = [size - 1 for size in row_sizes(max_num_tokens + 1)]
         self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
-        self._verdicts, self._unlearned = list[Verdict](), list[Sequence]()  # from which nothing was learned yet
-        self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # rows of the last step; of each
+        self._verdicts, self._unlearned = list[Verdict](), list[Sequence]()  # what `_learn` has not learned from yet
+        self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # of the last step
         self._watch = Watch()
         self._seqs: list[Sequence] = []  # of the last step
         self._is_asked = False  # whether a step is in flight, and the next one does not wait for it
@@ -130,7 +132,7 @@ class Speculator:
         self._last: StepStart | None = None
 
     def waits(self, seqs: list[Sequence]) -> bool:
-        """Return whether the next step waits for the one in flight, because proposals are worth it."""
+        """Return whether the next step is to wait for the one in flight, because proposals are worth it."""
         if not (self._pays or self._proposed):
             promises = self._pay_for_watched(seqs, num_unknown=1)
             is_believed = promises and (len(seqs) <= MAX_WATCHED or self._watch.believes())
@@ -154,7 +156,7 @@ class Speculator:
         return True
 
     def _use_time(self, seqs: list[Sequence]) -> None:
-        """Do what does not depend on the tokens of the step in flight, while a device computes it."""
+        """Do the work that does not depend on the tokens of the step in flight, while the device computes it."""
         self._learn()
         self._index_all(seqs)
         for row, proposed in zip(self._drafted, self._proposed or [[]] * len(self._drafted), strict=True):
@@ -166,7 +168,7 @@ class Speculator:
         for seq in self._unlearned:
             self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
         self._unlearned.clear()
-        # Rows often have the same to say.
+        # Many rows have the same result, so equal ones are counted first.
         of_forms, of_text = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
         for (num_forced, num_equal, _), draft, came in self._verdicts:
             right = num_right(draft, came)
@@ -213,7 +215,7 @@ class Speculator:
         return self._proposed
 
     def _offers(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> Offers:
-        """Return what could be proposed to so many sequences. rows: of all of them, or of some."""
+        """Return what could be proposed to `num_seqs` sequences. rows: those of all sequences, or of some."""
         for row in rows:
             if row is not None and row.draft:
                 break
@@ -223,7 +225,7 @@ class Speculator:
         return Offers(rows, num_seqs, chances, self._choices, packs)
 
     def _pay_for_watched(self, seqs: list[Sequence], num_unknown: int = 0) -> bool:
-        """Return whether proposals pay, as far as the few rows say that are watched and stand for all."""
+        """Return whether proposals would pay, as estimated from the few rows that are watched."""
         watched = seqs
         if len(seqs) > MAX_WATCHED:
             watched = self._watch.choose(seqs, self._rows, self._controller.plain_seconds(len(seqs)) or 0.0)
@@ -233,7 +235,7 @@ class Speculator:
     def _row_of(self, seq: Sequence, catches_up: bool) -> DraftedRow | None:
         """Return the row of a sequence, with a draft after its known tokens; None if it may have no proposals.
 
-        catches_up: see `TextDrafts.draft`. Else a new text has none, either: `_index_all` has time for it soon.
+        catches_up: see `TextDrafts.draft`. If False, a new sequence gets None: `_index_all` makes its row later.
         """
         row = self._rows.get(seq)
         if row is None:
@@ -249,8 +251,8 @@ class Speculator:
     def _chances(self, num_seqs: int, rows: list[DraftedRow | None], num_unknown: int = 0) -> dict[Kind, list[float]]:
         """Return the probability that a row's first proposal counts, its second, and so on, by the kind of the row.
 
-        Unlikely proposals are left out. num_unknown: tokens that come before the next step, so drafts have to be right
-        about them, too.
+        Unlikely proposals are left out. num_unknown: how many tokens come before the next step. A draft has to be right
+        about these first.
         """
         least, chances = min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE), dict[Kind, list[float]]()
         for kind in {row.kind for row in rows if row and row.draft}:
@@ -275,7 +277,7 @@ class Speculator:
         self._seqs = [*seqs]
 
     def _note_step(self, num_rows: int, overlaps: bool) -> None:
-        """Measure the step before this one, if both are of one kind, so that nothing else took the time between them.
+        """Measure the step before this one, if both are of one kind, so that nothing else ran between them.
 
         overlaps: whether this step overlaps with the one before it.
         """
@@ -283,13 +285,13 @@ class Speculator:
         if last is None or last.num_rows != num_rows or num_rows == 0:
             return
         seconds, num_lines = time.perf_counter() - last.time, last.num_lines
-        # The first ones that overlap are launched faster than the device computes.
+        # The host launches the first overlapping steps faster than the device computes them.
         if (overlaps and last.num_overlapped >= NUM_UNEVEN) or (num_lines == 0 and not self._overlaps):
             self._controller.note_plain(num_rows, seconds)
         elif num_lines is not None and not overlaps:
             self._controller.note(num_rows, num_lines, seconds)
             if (plain := self._controller.plain_seconds(num_rows)) is not None:
-                num_steps = (self._stats.num_generated_tokens - last.num_tokens) / num_rows  # plain ones, for as many
+                num_steps = (self._stats.num_generated_tokens - last.num_tokens) / num_rows  # in plain steps
                 num_saved = num_steps - self._controller.cost(num_rows, num_lines)
                 self._num_saved = min(max(0.0, self._num_saved + num_saved), MAX_SAVED)
                 self._stats.draft_seconds_saved += num_saved * plain

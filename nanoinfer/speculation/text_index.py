@@ -1,7 +1,7 @@
-"""Finds where a text has had its last tokens before.
+"""Finds the earlier places where a text has its last tokens.
 
-Each n-gram leads to the place after its newest occurrence, and each occurrence to the one before, as the hash chains of
-LZ77 do. A token costs one entry in a dict: a quarter of a microsecond, and a hundred bytes.
+Each n-gram leads to the place after its newest occurrence, and each occurrence leads to the one before it, as in the
+hash chains of LZ77. A token costs one entry in a dict: a quarter of a microsecond, and a hundred bytes.
 """
 
 from array import array
@@ -14,18 +14,18 @@ END = -1  # follows each of several texts; no text has it
 class TextIndex:
     """Knows the n-grams of a text that grows.
 
-    tokens: the text, int32; whoever appends to it calls `extend` then. size: n. newest: of each n-gram, by its `key`,
-    the place after its newest occurrence.
+    tokens: the text, int32; call `extend` after appending to it. size: n. newest: the place after the newest occurrence
+    of each n-gram, by its `key`.
     """
 
     def __init__(self, tokens: "array[int]", size: int) -> None:
         self.tokens = tokens
         self.size = size
         self.newest: dict[bytes, int] = {}
-        self._before = array("i")  # for each place from `size` on, the one after the same n-gram before; -1 for none
+        self._before = array("i")  # for each place from `size` on, the place after the previous same n-gram; -1: none
 
     def extend(self) -> None:
-        """Add what was appended to the text. The n-gram at its very end comes in with the token after it."""
+        """Index the tokens that were appended. The n-gram at the very end is added once a token follows it."""
         size, newest, before = self.size, self.newest, self._before
         first = size + len(before)
         text = self.tokens[first - size : -1].tobytes()

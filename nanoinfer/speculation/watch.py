@@ -1,8 +1,8 @@
 """Chooses the few rows that stand for all while proposals do not pay.
 
-To index the prompts of all rows would take time. So rows take turns, as fast as steps leave time for it, and a row that
-has begun to repeat its text is found wherever it is. What few rows promise may not hold for all. Where all rows were
-looked at in vain, twice as many promises as the time before are ignored until all are looked at again.
+Indexing the prompts of all rows takes time. So rows take turns, as fast as steps leave time for it, and a row that has
+begun to repeat its text is found sooner or later. But proposals that pay for a few rows may not pay for all. Each time
+all rows were looked at in vain, twice as many promises of watched rows as before are ignored.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 MAX_WATCHED = 8  # rows
-TOKENS_A_SECOND = 20_000  # of rows whose turn comes: to index so many takes half a percent of the time
+TOKENS_A_SECOND = 20_000  # that rows whose turn comes may have: indexing these takes half a percent of the time
 MAX_IGNORED = 256  # promises
 
 
@@ -19,15 +19,15 @@ class Watch:
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []  # the one that is watched longest comes first
-        self._turn = 0  # place among all that run
-        self._num_tokens = 0.0  # that may be indexed
+        self._turn = 0  # which of the running sequences is next
+        self._num_tokens = 0.0  # how many tokens may be indexed now
         self._num_ignored, self._num_to_ignore = 0, 1  # promises
 
     def choose(self, seqs: list[Sequence], rows: dict[Sequence, Any], seconds: float) -> list[Sequence]:
         """Return the sequences to watch.
 
-        seqs: all that run, more than MAX_WATCHED. rows: the DraftedRow of each that has one; a sequence that is not
-        watched any more leaves them. seconds: of a step.
+        seqs: all running sequences, more than MAX_WATCHED. rows: the DraftedRow of each sequence that has one; this
+        removes the row of a sequence that is no longer watched. seconds: how long a step takes.
         """
         watched = self._seqs = [seq for seq in self._seqs if seq.status is SequenceStatus.RUNNING]
         while len(watched) < MAX_WATCHED:
@@ -55,7 +55,7 @@ class Watch:
         self._num_ignored = 0 if was_right else self._num_to_ignore
 
     def _next(self, seqs: list[Sequence]) -> Sequence:
-        """Return the next sequence that is not watched."""
+        """Return the next sequence that is not being watched."""
         while True:
             seq = seqs[self._turn % len(seqs)]
             self._turn += 1
