@@ -11,17 +11,17 @@ from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
 
 
 class AdaptedPrefillGraphs(DecoderPrefillGraphs):
-    """Computes small prefill steps whose tokens have adapters, in the buffers of those without.
+    """Computes small prefill steps whose tokens have adapters, in the buffers of the graphs without adapters.
 
-    The tokens' slots are copied to where graphs read them, and padding has none. The first piece sorts the tokens.
-    plain: the graphs of steps without adapters. no_slot: what a token without an adapter has.
+    Each token's slot is copied to where the graphs read it; padding has `no_slot`. The first piece sorts the tokens.
+    plain: the graphs of steps without adapters. no_slot: stands for "no adapter" in the place of a slot.
     """
 
     def __init__(self, plain: DecoderPrefillGraphs, no_slot: int, device: torch.device) -> None:
         super().__init__(plain.decoder, plain.sizes, plain.always_served, plain.buffers)
         self._no_slot = no_slot
         self._slots = torch.full((plain.sizes[-1],), no_slot, dtype=torch.int32, device=device)
-        self._rows: Any = None  # of the step that is computed: all products read this object
+        self._rows: Any = None  # the LoRARows of the current step, which all products read
 
     def __call__(self, step: ForwardStep) -> Tensor:
         self._rows, num_tokens = step.adapters, len(step.token_ids)

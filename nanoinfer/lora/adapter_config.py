@@ -1,7 +1,7 @@
 """Reads adapter_config.json of peft: which modules an adapter changes, at which rank, by how much.
 
-What would change answers and is not served is refused by its name. The rules by which names are matched are peft's:
-see `check_target_module_exists` and `get_pattern_key` there.
+An option that would change answers and is not supported raises an error that names it. Module names are matched by
+peft's rules: see `check_target_module_exists` and `get_pattern_key` there.
 """
 
 import json
@@ -15,13 +15,13 @@ from typing import Any
 from nanoinfer.errors import ModelError
 
 CONFIG_FILE = "adapter_config.json"
-# What no answer of a trained adapter depends on: where it comes from, and how it was trained.
+# Options that change no answer of a trained adapter: they say where it comes from, and how it was trained.
 WITHOUT_EFFECT = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "megatron_core", "eva_config", "qalora_group_size", "runtime_config"),
     *("ensure_weight_tying", "loftq_config"),
 }
-# Initialisations that leave the base model's weights as they are; None is an old file's.
+# Initialisations that leave the base model's weights as they are. Old files have none.
 PLAIN_INITIALISATIONS = (None, True, False, "gaussian", "eva")
 MERGE = "merge the adapter into its base model with peft's merge_and_unload, and give the folder where that is saved"
 NUMBERED = r".*?\.[^.]*\.(\d+)\."  # a module's name up to the index of its layer
@@ -29,13 +29,13 @@ NUMBERED = r".*?\.[^.]*\.(\d+)\."  # a module's name up to the index of its laye
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Holds what a config says of modules, by the names that these have in the base model of transformers.
+    """Holds what a config says about modules, which have their names in the base model of transformers.
 
-    rank, alpha: those of modules that no pattern names. rank_pattern, alpha_pattern: by the end of a module's name, as
-    a regular expression. uses_rslora: whether the factor is alpha / sqrt(rank), in the place of alpha / rank.
-    target_modules, exclude_modules: ends of names, or one regular expression for whole names; None: not given.
-    layers: indices of the only layers that ends of names hold for; None for all. layer_names: of what has these
-    layers, as regular expressions.
+    rank, alpha: for modules that no pattern names. rank_pattern, alpha_pattern: ranks and alphas by the end of a
+    module's name, as a regular expression. uses_rslora: whether the factor is alpha / sqrt(rank) instead of alpha /
+    rank. target_modules, exclude_modules: ends of names, or one regular expression for whole names; None: not given.
+    layers: if target_modules are ends of names, the layers to which they are limited; None for all. layer_names: names
+    of the module lists that hold these layers, as regular expressions.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterConfig":
-        """Read the file in a folder. Raises ModelError for one that is not peft's, or asks for what is not served."""
+        """Read the file in a folder. Raises ModelError if it is not peft's, or has an option that is not supported."""
         path = folder / CONFIG_FILE
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ class AdapterConfig:
             if isinstance(names, str):
                 _check_expression(names)
         for part in (*config.layer_names, *config.rank_pattern, *config.alpha_pattern):
-            _check_expression(f"({part})")  # which is how they are used: as parts of longer ones
+            _check_expression(f"({part})")  # as they are used, within longer expressions
         for name, value in fields.items():
             if value:  # peft writes every option of its own, the unused ones as null, false or empty
                 raise ValueError(f"{name}={value!r:.100} is not supported; {MERGE}")
@@ -105,12 +105,12 @@ class AdapterConfig:
         return int(_by_pattern(self.rank_pattern, module, self.rank))
 
     def factor_of(self, module: str) -> float:
-        """Return what the product of a module's two matrices is multiplied by."""
+        """Return the factor by which the product of a module's two matrices is multiplied."""
         rank, alpha = self.rank_of(module), float(_by_pattern(self.alpha_pattern, module, self.alpha))
         return alpha / math.sqrt(rank) if self.uses_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:
-        """Return whether the adapter is to change a module."""
+        """Return whether the config says that the adapter changes a module."""
         excluded, target = self.exclude_modules, self.target_modules
         if excluded is not None and _matches(excluded, module):
             return False
@@ -126,7 +126,7 @@ class AdapterConfig:
 
 
 def _matches(names: str | Sequence[str], module: str) -> bool:
-    """Return whether a module is meant by a regular expression of its whole name, or by one of several ends of it."""
+    """Return whether a module's whole name matches a regular expression, or ends with one of several names."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

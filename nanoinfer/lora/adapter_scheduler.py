@@ -1,4 +1,4 @@
-"""A scheduler that lets sequences wait while the adapters of others take all slots."""
+"""Schedules sequences with adapters: a sequence waits while the adapters of others take all slots on the device."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,19 +9,21 @@ from nanoinfer.lora.registry import Adapter
 
 
 class AdapterScheduler(Scheduler):
-    """Queues a sequence once its adapter has a slot, which it keeps until all of its sequences have finished.
+    """Queues a sequence once its adapter has a slot. The adapter keeps the slot until its sequences have finished.
 
-    Then it stays in the slot until another one needs that: of those without sequences, one that was removed goes, or
-    the one that has been without for longest. After them, an adapter goes whose sequences are all paused; these give
-    up their rows and blocks, and wait for a slot once they are resumed. Sequences whose adapter has a slot overtake
-    those that wait for one, which get theirs by priority and arrival. num_slots: on the device.
+    After that the adapter is idle, and stays in its slot until another adapter needs it. Evicted are, in this order: an
+    idle adapter that was removed; the adapter that has been idle for longest; an adapter with paused sequences alone.
+    Such sequences give up their rows and blocks, and wait for a slot once they are resumed. Sequences whose adapter has
+    a slot overtake those that wait for a slot, which are served by priority and arrival.
+
+    num_slots: slots on the device.
     """
 
     def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._free_slots = [*range(num_slots)]
-        self._idle: dict[Adapter, None] = {}  # in slots, and without sequences: the one for longest first
-        self._held: list[Sequence] = []  # whose adapters have no slot
+        self._idle: dict[Adapter, None] = {}  # in slots, without sequences; idle for longest first
+        self._held: list[Sequence] = []  # they wait until their adapters have slots
 
     @property
     def num_waiting(self) -> int:
@@ -53,7 +55,7 @@ class AdapterScheduler(Scheduler):
         return adapter.slot is not None
 
     def _adapter_to_evict(self) -> Adapter | None:
-        """Return the adapter that is to leave its slot, which no running or waiting sequence has; None for none."""
+        """Return an adapter without running or waiting sequences, which is to leave its slot; None if there is none."""
         if self._idle:
             return next((one for one in self._idle if one.is_removed), next(iter(self._idle)))
         for last in sorted(self.paused, key=lambda seq: seq.queue_key, reverse=True):
@@ -86,7 +88,7 @@ class AdapterScheduler(Scheduler):
         return super()._withdraw(seq_ids) + held
 
     def _leave(self, seqs: Iterable[Sequence]) -> None:
-        """Note that these sequences have finished; queue those that wait for the slots that are free then."""
+        """Note that these sequences have finished; queue sequences for whose adapters there are slots now."""
         num_idle = len(self._idle)
         for seq in seqs:
             adapter = seq.adapter
@@ -98,7 +100,7 @@ class AdapterScheduler(Scheduler):
             self._enqueue_held()
 
     def _enqueue_held(self) -> None:
-        """Queue those that wait for slots, as far as there are any now."""
+        """Queue the sequences that wait for slots, as far as slots are free now."""
         held, self._held = self._held, []
         for seq in sorted(held, key=lambda seq: seq.queue_key):
             self._enqueue(seq)

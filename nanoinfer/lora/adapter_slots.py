@@ -1,7 +1,7 @@
-"""What adapters add to the products of layers: x A^T B^T, of each token by the adapter of its row.
+"""Adds adapters to the products of layers: x A^T B^T for each token x, with A and B of the adapter of its row.
 
-A rank keeps all adapters that it was given on the host. Of these, as many as there are slots lie on the device at a
-time. A step gives its tokens the slots of their rows, and each linear layer adds its product in its `quant_method`.
+A rank keeps all adapters on the host. As many of them as there are slots also lie on the device. A step tells layers
+the slot of each token, and the `quant_method` of each linear layer adds the adapter's product to the layer's own.
 """
 
 import os
@@ -38,7 +38,7 @@ GATED = (silu_and_mul, gelu_tanh_and_mul, gelu_and_mul)
 
 
 class StepAdapters:
-    """Tells all layers of a rank which adapters the tokens of the step have; rows: None while none has any."""
+    """Tells all layers of a rank which adapter each token of the step has. rows: None if no token has any."""
 
     rows: LoRARows | None = None
 
@@ -46,8 +46,9 @@ class StepAdapters:
 class AdaptedProduct:
     """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
 
-    matrices: those on the device; None while there are none. adds_later: whether an `AdaptedActivation` adds them, to
-    which the product leaves its `inputs`. shrunk: its next inputs times A, if an `AdaptedActivation` has computed that.
+    matrices: those in the slots; None while slots have no memory. adds_later: whether an `AdaptedActivation` adds the
+    adapters' product instead; for it, this product keeps its `inputs`. shrunk: the next inputs times A, if an
+    `AdaptedActivation` has computed them already.
     """
 
     def __init__(self, base: Any, step: StepAdapters) -> None:
@@ -61,7 +62,7 @@ class AdaptedProduct:
 
     @property
     def input_format(self) -> RowFormat | None:
-        """Return the layer's own; a step with adapters keeps the inputs in the model's dtype too."""
+        """The layer's own format. In a step with adapters it keeps the inputs in the model's dtype, too."""
         wanted: RowFormat | None = self._base.input_format
         return wanted if wanted is None or self._step.rows is None else replace(wanted, keeps_wide=True)
 
@@ -86,10 +87,10 @@ class AdaptedProduct:
 
 
 class AdaptedActivation:
-    """Takes the place of an MLP's activation, which adds the adapters' product to gate and up as it reads them.
+    """Takes the place of an MLP's activation, and adds the adapters' product to gate and up as it reads them.
 
-    gate_up: the product before it, which leaves that to the activation. down: the one after it, whose inputs are
-    multiplied by A while they are in registers.
+    gate_up: the product before the activation, which leaves its adapters to it. down: the product after the activation,
+    which multiplies its results by down's A while they are in registers.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class AdaptedActivation:
         return self._base(gate_up, out_format)
 
     def run_alone(self, num_tokens: int) -> None:
-        """Launch what a layer does for so many tokens, of zeros and without adapters."""
+        """Launch the layer's kernels for `num_tokens` tokens of zeros, without adapters, so that they are compiled."""
         matrices, down = self._gate_up.matrices, self._down.matrices
         assert matrices is not None, "adapters have memory on the device before their kernels are compiled"
         assert down is not None, "all layers get that at once"
@@ -124,7 +125,7 @@ class AdaptedActivation:
 
 
 def _multiply_zeros(layer: ShardedLinear, num_tokens: int) -> None:
-    """Launch a layer's own product of few rows: in steps without adapters other kernels do that on the way."""
+    """Launch a layer's own product for few rows. In steps without adapters, other kernels compute that product."""
     if is_plain_product(layer) and few_rows_kernels_serve(num_tokens, layer.weight):
         layer.quant_method.apply(layer, layer.weight.new_zeros(num_tokens, layer.weight.shape[1]), layer.bias)
 
@@ -135,7 +136,7 @@ def _add_to_zeros(matrices: LoRAMatrices, num_tokens: int) -> None:
 
 
 def _zeros_for(matrices: LoRAMatrices, num_tokens: int) -> tuple[Tensor, Tensor, LoRARows]:
-    """Return inputs and outputs of a product, one row for all tokens, which have no adapters, and their slots."""
+    """Return inputs, outputs and slots of tokens without adapters; all tokens share one row of zeros."""
     a, b, _ = matrices
     slots = torch.full((num_tokens,), len(a), dtype=torch.int32, device=a.device)
     x, out = a.new_zeros(1, a.shape[2]), a.new_zeros(1, b.shape[1])
@@ -145,7 +146,7 @@ def _zeros_for(matrices: LoRAMatrices, num_tokens: int) -> tuple[Tensor, Tensor,
 class RankAdapters:
     """Keeps the adapters of one rank on the host, by number, and the products that may add them.
 
-    model: with its weights. num_slots: adapters on the device at a time. max_rank: the highest of any of them.
+    model: with its weights. num_slots: adapters on the device at a time. max_rank: the highest rank of an adapter.
     """
 
     def __init__(self, model: Any, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
@@ -188,7 +189,7 @@ class RankAdapters:
         return self._read(folder)
 
     def _read(self, folder: Path) -> AdapterMatrices:
-        with cpu_threads(1):  # matrices are small: to wake other threads for each takes longer, above all busy ones
+        with cpu_threads(1):  # matrices are small, so waking other threads for each would take longer
             return read_adapter(folder, self._model, self.max_rank, self.dtype)
 
     def keep(self, number: int, matrices: AdapterMatrices) -> None:
@@ -207,9 +208,9 @@ class RankAdapters:
         return slots
 
     def compile_ahead(self, max_tokens: int, device: torch.device) -> None:
-        """Compile what steps of fewer tokens launch, in threads: or the first of each size would wait for that.
+        """Compile in threads the kernels of steps of fewer than `max_tokens` tokens, so that no step waits for that.
 
-        Steps of powers of two launch all kernels that there are. Once compiled on a machine, they are found there.
+        Steps of powers of two tokens launch all kernels that there are. Triton's cache on disk keeps them.
         """
         alone: dict[Any, Callable[[int], None]] = {}  # what is launched for one layer of each shape
         for layer in self.layers.values():
@@ -243,8 +244,9 @@ class RankAdapters:
 class AdapterSlots(RowState):
     """Holds the adapters that lie on the device, and which of them each row has.
 
-    num_rows: of the step tables, without the spare one. are_used: whether a row of the step has an adapter; if none
-    has, it runs as without adapters. prefill_graphs: of steps without adapters, and here of those with some.
+    num_rows: rows of the step tables, without the spare one. are_used: whether a row of the step has an adapter; else
+    the step runs as without adapters. prefill_graphs: as an argument, the graphs of steps without adapters; as a field,
+    those of steps with adapters.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("adapter",)
@@ -259,7 +261,7 @@ class AdapterSlots(RowState):
         if isinstance(prefill_graphs.small, DecoderPrefillGraphs):
             self.prefill_graphs = PrefillGraphs(AdaptedPrefillGraphs(prefill_graphs.small, self._no_place, device))
         self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters
-        # And of the spare row; `_no_place` where a row has no adapter.
+        # One for each row and the spare one; `_no_place` for a row without an adapter.
         self._places_of_rows = torch.full((num_rows + 1,), self._no_place, dtype=torch.int32, device=device)
 
     def admit(self, rows: Any) -> list[AdmittedRow]:
@@ -287,14 +289,14 @@ class AdapterSlots(RowState):
             self._places_of_rows[pairs[:, 0]] = pairs[:, 1].int()
 
     def begin_step(self, on_host: AllSections) -> bool:
-        """Note, and return, whether a row of a packet's step has an adapter."""
+        """Note and return whether any row of a packet's step has an adapter."""
         section = "chunks" if len(on_host.chunks) else "decode_rows"
         rows = column(on_host, section, "row").tolist() if self.by_row else ()
         self.use(not self.by_row.keys().isdisjoint(rows))
         return self.are_used
 
     def compile_ahead(self, max_tokens: int) -> None:
-        """Compile the kernels of steps of fewer tokens."""
+        """Compile the kernels of steps of fewer than `max_tokens` tokens."""
         self._adapters.compile_ahead(max_tokens, self._places_of_rows.device)
 
     def use(self, are_used: bool) -> None:

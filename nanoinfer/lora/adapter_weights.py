@@ -1,8 +1,8 @@
 """Reads the matrices of an adapter, and cuts from them what this rank's layers add to their products.
 
-A layer may pack several of a checkpoint's modules: q, k, v; gate, up. Each has matrices of its own, A (rank, inputs)
-and B (outputs, rank), of which B is multiplied by the adapter's factor here, once. Column-parallel layers split B over
-the ranks, row-parallel ones A. Each is copied once, from the file's memory to where it stays.
+A layer may pack several of a checkpoint's modules: q, k, v; gate, up. Each module has matrices of its own, A (rank,
+inputs) and B (outputs, rank). B is multiplied by the adapter's factor here, once. Ranks split B of column-parallel
+layers, and A of row-parallel ones. Each matrix is copied once, from the file's memory to where it stays.
 """
 
 import re
@@ -24,7 +24,7 @@ from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.lora.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-# In the memory of peft there is also the name of the adapter, such as "default".
+# Names of a peft model in memory also have the name of the adapter, such as "default".
 MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 WHOLE = "whole"  # the only shard of a layer that packs nothing
 
@@ -48,14 +48,14 @@ def adaptable_layers(model: Any) -> dict[str, ColumnParallelLinear | RowParallel
 
 
 def shards_of(layer: Any) -> tuple[str, ...]:
-    """Return the names of what is packed in a layer."""
+    """Return the names of the modules that are packed in a layer."""
     return layer.shards if isinstance(layer, ColumnParallelLinear) else (WHOLE,)
 
 
 def read_adapter(folder: Path, model: Any, max_rank: int, dtype: torch.dtype) -> AdapterMatrices:
     """Read an adapter that peft has saved, as matrices in `dtype`.
 
-    Raises ModelError for one that does not fit the model, or is not served.
+    Raises ModelError for an adapter that does not fit the model, or is not supported.
     """
     config, path = AdapterConfig.read(folder), folder / WEIGHTS_FILE
     try:
@@ -87,7 +87,7 @@ def temporary_folder(like: Path, named_tensors: Mapping[str, Tensor] | Iterable[
 def place_matrices(
     tensors: Mapping[str, Tensor], config: AdapterConfig, model: Any, max_rank: int, dtype: torch.dtype
 ) -> AdapterMatrices:
-    """Return what the layers of this rank get of an adapter's tensors, which have peft's names, in `dtype`."""
+    """Return this rank's part of an adapter's tensors, by layer, in `dtype`. tensors: by peft's names."""
     layers = adaptable_layers(model)
     modules: dict[str, dict[str, Tensor]] = {}  # of the checkpoint, by name
     for name, tensor in tensors.items():
@@ -160,7 +160,7 @@ def _by_shard(layer: Any, given: ShardMatrices, shard: str | None) -> LayerMatri
 
 
 def _share(layer: Any, shard: str, full: ShardMatrices) -> ShardMatrices:
-    """Return this rank's part."""
+    """Return this rank's part of the matrices of a shard."""
     if isinstance(layer, ColumnParallelLinear):
         return ShardMatrices(full.a, layer.share_of(full.b, shard, 0, 1))
     return ShardMatrices(layer.tp.shard(full.a, 1), full.b)

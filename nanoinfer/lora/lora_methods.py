@@ -6,12 +6,12 @@ from nanoinfer.lora.registry import AdapterRegistry
 
 
 class LoRAMethods:
-    """A base of `LLM`, which sets this field: None without enable_lora."""
+    """Has the methods of `LLM` for adapters. `LLM` sets the field `adapters`, to None without enable_lora."""
 
     adapters: AdapterRegistry | None
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before a call names it; return whether it was not loaded. Other calls may run.
+        """Load an adapter before a call names it; return False if it was loaded already. Other calls may run.
 
         Raises ModelError for a folder that cannot be served, RequestError where its id stands for another folder, and
         ConfigError without enable_lora.
@@ -21,8 +21,8 @@ class LoRAMethods:
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter, by its lora_int_id; return whether it was loaded.
 
-        The id may then stand for another folder, or for what is new in the same. Raises EngineStateError while requests
-        use it, ConfigError without enable_lora.
+        The id may then stand for another folder, or for new files in the same folder. Raises EngineStateError while
+        requests use the adapter, ConfigError without enable_lora.
         """
         return self._registry().remove(lora_id)
 

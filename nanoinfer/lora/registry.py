@@ -1,4 +1,7 @@
-"""The adapters that calls may name, each loaded once, when it is named first. Any thread may call any method."""
+"""Knows the adapters that calls may name, and loads each one when it is first named.
+
+Any thread may call any method.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -13,7 +16,7 @@ from nanoinfer.lora.lora_request import EXAMPLE, LoRARequest
 
 
 class Loader(Protocol):
-    """Has all ranks keep adapters, by number: a runner, or all replicas."""
+    """Loads adapters on all ranks, and knows them by number. It is a runner, or stands for all replicas."""
 
     def begin_reading(self, folder: Path) -> None:
         """Have all ranks begin to read an adapter, while steps go on. No step may be launched during the call."""
@@ -30,10 +33,10 @@ class Loader(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """An adapter that is loaded. Prefixes are shared within it: it is the `identity` of sequences.
+    """Describes a loaded adapter. It is the `identity` of its sequences, which share prefixes with each other alone.
 
-    number: no other has had it, so an id that is removed and given again stands for another adapter. slot: where it
-    lies on the device; None if it does not. users: unfinished sequences, or requests on their way to replicas.
+    number: no adapter before it had this number, so a lora_int_id that is removed and used again gets a new number.
+    slot: its place on the device, or None. users: unfinished sequences, or requests on their way to replicas.
     """
 
     request: LoRARequest
@@ -66,7 +69,7 @@ class AdapterRegistry:
         return [loaded[one] for one in given]
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Return an adapter, loaded. Raises RequestError for another one of this id, ModelError for a bad folder."""
+        """Return an adapter, loaded. Raises RequestError if its id stands for another, ModelError for a bad folder."""
         adapter, folder = self._by_id.get(request.lora_int_id), Path(request.lora_path)
         if adapter is None:
             self._engine.guard.check()
@@ -84,7 +87,7 @@ class AdapterRegistry:
         return adapter
 
     def add(self, request: LoRARequest) -> bool:
-        """Load an adapter; return whether it was not loaded."""
+        """Load an adapter; return False if it was loaded already."""
         self._engine.check_open(is_for_steps=False)
         is_new = _checked(request, LoRARequest).lora_int_id not in self._by_id
         self.get(request)
@@ -104,7 +107,7 @@ class AdapterRegistry:
             return True
 
     def update(self, lora_name: str, named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Give a loaded adapter new matrices, by peft's names; its config stays, and so it does if this fails.
+        """Give a loaded adapter new matrices, by peft's names. Its config stays. If this fails, nothing changes.
 
         Raises RequestError for a name that is not loaded, ModelError for tensors that do not fit, EngineStateError
         while requests use it.
@@ -160,7 +163,7 @@ class AdapterRegistry:
 
 
 def _checked(request: Any, kind: Any = LoRARequest | None) -> Any:
-    """Return a request. Raises RequestError for what is neither a LoRARequest nor, where it may be, None."""
+    """Return the request if it is of this kind. Raises RequestError otherwise."""
     if not isinstance(request, kind):
         raise RequestError(f"lora_request={request!r} is a {type(request).__name__}; {EXAMPLE}, or a list of these")
     return request

@@ -1,4 +1,4 @@
-"""The memory on the device for the matrices of adapters, and how an adapter gets there while steps run."""
+"""Holds the matrices of adapters in memory on the device, and copies adapters there while steps run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ ALIGNMENT = 64  # numbers: the matrices of each layer begin at a multiple of it
 class SlotLayout:
     """Says where the matrices of each layer lie in a slot, which is one piece of memory.
 
-    layers: those that adapters can change, by path. num_values: of a slot.
+    layers: those that adapters can change, by path. num_values: how many numbers a slot holds.
     """
 
     def __init__(self, layers: Mapping[str, Any], max_rank: int) -> None:
@@ -50,7 +50,7 @@ class SlotLayout:
         return {path: LoRAMatrices(view(*a), view(*b), sizes) for path, (a, b, sizes) in self._places.items()}
 
     def write(self, adapter: AdapterMatrices, matrices: Mapping[str, LoRAMatrices], slot: int) -> None:
-        """Write an adapter to a slot of these matrices; what it does not have is 0, and adds nothing."""
+        """Write an adapter to a slot of these matrices. Where it has none, write zeros, which add nothing."""
         for path, (a, b, sizes) in matrices.items():
             of_layer = adapter.get(path, {})
             places = zip(self._shards[path], a[slot].chunk(len(sizes)), b[slot].split(sizes), strict=True)
@@ -76,9 +76,9 @@ class SlotMemory:
         self._layout, self._device = layout, device
         self._values = zeros((num_slots + 1, layout.num_values), dtype, device)
         self.matrices = layout.matrices(self._values)  # by the path of a layer
-        self._places = [*range(num_slots)]  # of the slots
+        self._places = [*range(num_slots)]  # by slot
         self._spare = num_slots
-        self._spare_left = record_event(device)  # what wrote or read the spare place before; None on a CPU
+        self._spare_left = record_event(device)  # after all that wrote or read the spare place; None on a CPU
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._staged = torch.empty(1, layout.num_values, dtype=dtype, device="cpu", pin_memory=True)
@@ -106,7 +106,7 @@ class SlotMemory:
 
     def _upload(self, adapter: AdapterMatrices, place: int) -> None:
         if self._copied is not None:
-            self._copied.synchronize()  # the pinned memory is read no more
+            self._copied.synchronize()  # until the last copy has read the pinned memory
         self._layout.write(adapter, self._staged_matrices, 0)
         with torch.cuda.stream(self._stream):
             if self._spare_left is not None:
