@@ -1,4 +1,4 @@
-"""Runs a model that sees: gives the images of requests virtual token ids, and the runner their contents."""
+"""Runs a model that reads images: gives the images of requests virtual token ids, and their contents to the runner."""
 
 from array import array
 from collections.abc import Iterator, Sequence, Set
@@ -22,9 +22,9 @@ from nanoinfer.text.prompts import PreparedRequest
 
 
 class ImageEngine(LLMEngine):
-    """Runs requests with images, which are tokens like others to all that plans.
+    """Runs requests with images. Scheduler, block manager and prefix cache see them as ordinary tokens.
 
-    vocab_size: where virtual ids begin. The others: see `LLMEngine`.
+    vocab_size: the first virtual id. The other arguments: see `LLMEngine`.
     """
 
     def __init__(self, config: EngineConfig, runner: Runner, *args: Any, vocab_size: int, **options: Any) -> None:
@@ -32,10 +32,10 @@ class ImageEngine(LLMEngine):
         if runner.limits.whole_images:
             self.block_manager_class = partial(WholeImages, self.virtual_ids)
         super().__init__(config, runner, *args, **options)
-        self._images: dict[int, list[KnownImage]] = {}  # of unfinished requests, by their ids
+        self._images: dict[int, list[KnownImage]] = {}  # the images of unfinished requests, by request id
 
     def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
-        images, prepared.images = prepared.images, ()  # they are held here from now on
+        images, prepared.images = prepared.images, ()  # from now on this engine holds them
         try:
             if images:
                 prepared.packed_ids = self._hold(request_id, prepared.token_ids, images)
@@ -59,13 +59,13 @@ class ImageEngine(LLMEngine):
         return ids.tobytes()
 
     def _cached_tokens(self) -> Iterator[bytes]:
-        """Yield the token ids, as int32, of every text that may be found in the prefix cache, in parts."""
+        """Yield, in parts, the token ids of every text that may be found in the prefix cache, as int32."""
         yield from self.block_manager.pool.texts()
         if self.block_manager.state_group is not None:
             yield from self.block_manager.state_group.snapshots.texts()
 
     def _release(self, request_ids: Set[int]) -> None:
-        """Let go of the images of requests that have ended."""
+        """Release the images of requests that have ended."""
         held = [image for request_id in request_ids for image in self._images.pop(request_id, ())]
         unused = [image.first_id for image in held if self.virtual_ids.release(image)]
         if unused and self.runner is not None and not self.runner.closed:
@@ -103,7 +103,7 @@ class ImageEngine(LLMEngine):
         self._note_finished(unfinished)
         for seq in ending:
             seq.finish_reason = "error"
-        self.reset_prefix_cache()  # which may have what was computed of these images
+        self.reset_prefix_cache()  # it may have keys and values of these images
 
     def _hand_over(self) -> None:
         try:
@@ -121,7 +121,7 @@ class ImageEngine(LLMEngine):
 
 
 class TextProposals:
-    """Proposes what another proposer does, up to a place of an image: nothing draws virtual ids."""
+    """Proposes what another proposer does, but stops before a virtual id, since no model draws one."""
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         self._proposer, self._vocab_size = proposer, vocab_size

@@ -1,4 +1,4 @@
-"""Prompts with images to token ids and processed images, in threads."""
+"""Turns prompts with images into token ids and processed images, in threads."""
 
 import hashlib
 import os
@@ -24,13 +24,13 @@ from nanoinfer.text.prompts import find_bad_texts
 from nanoinfer.text.tokenizer import Tokenizer
 
 MOST_WORKERS = 16
-MIN_SAVED = 4  # how many times as large tensors are as their file, at least, if they are dropped and made again
-GRID = "image_grid_thw"  # an input of models that find images by their tokens, each run of which is one
+MIN_SAVED = 4  # tensors at least so many times as large as their file may be dropped and made again
+GRID = "image_grid_thw"  # an input of models that take each run of image tokens for one image
 _thread_counts = threading.Lock()  # guards PyTorch's number of threads while a thread sets its own
 
 
 class KeyedPicture(NamedTuple):
-    """Holds a processed picture, and the key that equal ones have. again: see ProcessedImage."""
+    """Holds a processed picture, and a key that is equal for equal pictures. again: see ProcessedImage."""
 
     key: bytes
     picture: ProcessedPicture
@@ -40,8 +40,8 @@ class KeyedPicture(NamedTuple):
 class ImageReader:
     """Reads the images of prompts. Any thread may call any method.
 
-    processor: the model's. tokenizer: of the same files. to_dtype: of floating-point tensors, the model's; None leaves
-    them. config: says how many images a prompt may have, where they may come from, and how many threads process them.
+    processor, tokenizer: the model's. to_dtype: the dtype that floating-point tensors get; None leaves theirs. config:
+    says how many images a prompt may have, where they may come from, and how many threads process them.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class ImageReader:
     def read(
         self, prompts: Mapping[int, Prompt], add_special_tokens: bool, longest_text: int, errors: Errors
     ) -> tuple[dict[int, Prompt], dict[int, tuple[ProcessedImage, ...]]]:
-        """Return prompts with token ids in place of those with images, and the processed images, both by index.
+        """Return the prompts, as token ids if they have images, and the processed images, both by index.
 
-        What is wrong with a prompt is added to `errors`, and it has no token ids. longest_text: in characters.
+        A prompt with an error gets no token ids, and its error is added to `errors`. longest_text: in characters.
         """
         begun: dict[int, tuple[ImagePrompt, list[Future[KeyedPicture]]]] = {}
         found = dict(prompts)
@@ -90,16 +90,16 @@ class ImageReader:
         return self.store.has_room(num_images)
 
     def close(self) -> None:
-        """Drop all pictures; threads end with the picture that they are at. Closing twice is fine."""
+        """Drop all pictures; each thread ends after its current picture. Closing twice is fine."""
         self._threads.shutdown(wait=False)
         self.store.close()
 
     def process(self, given: ImagePrompt, add_special_tokens: bool = True) -> ProcessedPrompt:
-        """Return a prompt with its images processed. Raises RequestError for a wrong one."""
+        """Return a prompt with its images processed. Raises RequestError if it cannot be served."""
         return self._finish(given, self._begin(given), add_special_tokens)
 
     def _as_image_prompt(self, prompt: Any) -> ImagePrompt | None:
-        """Return a prompt that has images, or a text that looks as if; None for others."""
+        """Return a prompt that has images, or a text with tokens that are reserved for images; None for others."""
         if isinstance(prompt, ImagePrompt):
             return prompt
         if isinstance(prompt, str):
@@ -125,11 +125,11 @@ class ImageReader:
         self._processor.check_options(options)
         try:
             return [self._threads.submit(self._load, source, {**self._options, **options}) for source in images]
-        except RuntimeError:  # they end, as another thread has closed this
+        except RuntimeError:  # another thread has closed this reader
             raise closed_error(None) from None
 
     def _load(self, source: Any, options: Mapping[str, Any]) -> KeyedPicture:
-        """Return a picture, processed now or before. Raises RequestError for a wrong one."""
+        """Return a picture, processed now or before. Raises RequestError if it cannot be read."""
         load, content, size = find_picture(source, self._rules)
         digest = hashlib.sha256(repr((size, sorted(options.items()))).encode())
         digest.update(content)
@@ -224,7 +224,7 @@ class ImageReader:
         return self._with_runs(chain.from_iterable(found), pictures)
 
     def _cut(self, text: str) -> list[str]:
-        """Cut a user's text within each token that is for images alone, so that it is encoded as any other text."""
+        """Cut a user's text within each reserved token, so that the token's name is encoded as ordinary text."""
         cuts = [0]
         for token in self._processor.reserved:
             place = text.find(token)
@@ -235,7 +235,7 @@ class ImageReader:
         return [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
 
     def _with_runs(self, token_ids: Iterator[int], pictures: Sequence[ProcessedPicture]) -> list[int]:
-        """Return token ids with each image token as often as it stands in its run."""
+        """Return token ids in which each image token is repeated to the length of its run."""
         runs = chain.from_iterable(picture.runs for picture in pictures)
         ids: list[int] = []
         for token_id in token_ids:
@@ -246,7 +246,7 @@ class ImageReader:
         return ids
 
     def _fill(self, prompt: Any, pictures: Sequence[ProcessedPicture]) -> list[int]:
-        """Return token ids with images in place of their placeholders, unless these are repeated already."""
+        """Return token ids with images in place of their placeholders, unless image tokens are repeated already."""
         ids = as_list(prompt)
         if not isinstance(ids, (list, tuple)):
             raise RequestError(f"a prompt with images is a {type(ids).__name__}; give a text", "not_a_prompt")
@@ -272,9 +272,9 @@ def default_workers() -> int:
 
 
 def use_one_core() -> None:
-    """Have PyTorch compute in this thread alone, as others process other images; all other threads keep their number.
+    """Have PyTorch use one core for this thread's work, as other threads process other images meanwhile.
 
-    PyTorch takes the number of one thread for those that begin later, so another thread sets the old one again.
+    PyTorch gives the number that was set last to threads that begin later. So a second thread sets the old one again.
     """
     with _thread_counts:
         num_threads = torch.get_num_threads()

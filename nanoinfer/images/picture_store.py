@@ -6,14 +6,14 @@ from collections import OrderedDict, deque
 
 from nanoinfer.images.processor import ProcessedPicture
 
-MIN_AHEAD = 2**30  # bytes that pictures may take which wait for the model, however little is kept
+MIN_AHEAD = 2**30  # bytes that pictures waiting for the model may take, even if the store may keep less
 
 
 class PictureStore:
-    """Keeps processed pictures by key, the most recently used ones. Any thread may call any method.
+    """Keeps the most recently used processed pictures, by key. Any thread may call any method.
 
-    max_bytes: of all that is kept. Tensors are counted until nobody holds them any more, so what the engine and its
-    queue have counts too.
+    max_bytes: the most that kept pictures may take. `num_bytes` counts tensors until nobody holds them any more, so it
+    includes those of the engine and its queue.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -58,7 +58,7 @@ class PictureStore:
         return self._added_bytes
 
     def has_room(self, num_pictures: int) -> bool:
-        """Return whether so many more pictures of the average size fit. Earlier ones are dropped for them."""
+        """Return whether `num_pictures` more of the average size fit. Kept pictures are dropped for them."""
         with self._lock:
             expected = num_pictures * self._made_bytes // max(self._num_made, 1)
             while self._kept and self.num_bytes + expected > self._max_alive:
@@ -72,7 +72,7 @@ class PictureStore:
             self._evict(self._kept_bytes)
 
     def _evict(self, num_bytes: int) -> None:
-        """Drop the least recently used pictures, of at least so many bytes."""
+        """Drop the least recently used pictures, until at least `num_bytes` are dropped."""
         while num_bytes > 0 and self._kept:
             _, picture = self._kept.popitem(last=False)
             self._kept_bytes -= picture.num_bytes

@@ -1,13 +1,13 @@
-"""Holds what the processor makes of a prompt with images, for the engine and the model.
+"""Describes a prompt whose images have been processed, for the engine and the model.
 
-This file imports no PyTorch, so that the planning half of the engine can read it.
+This file imports no PyTorch, because `engine/` may not import it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # importing the engine's half is to cost little
+if TYPE_CHECKING:  # the engine imports no PyTorch
     from torch import Tensor
 
 
@@ -22,10 +22,10 @@ class ProcessedImage:
     tensors: the keywords of the model's forward for this image alone, on the CPU, by name: pixel_values,
         image_grid_thw, image_sizes, pixel_attention_mask and others, as the model's own processor makes them.
         Floating-point ones have the model's dtype. Nobody writes into them: equal images share them.
-    again: makes the tensors once more, so that they need not be held; None for a picture that came without a file, or
-        whose file is hardly smaller than they are.
-    key: a digest of the picture's file, or of the pixels and their size of one in memory, and of the options of the
-        processor. Images with equal keys have equal tensors and as many image tokens, in any prompt.
+    again: makes the tensors once more, so that they need not be held. None for a picture that came without a file, or
+        if its file is hardly smaller than the tensors.
+    key: a digest of the picture's file and of the processor's options. For a picture in memory, its pixels and its size
+        take the place of the file. Images with equal keys have equal tensors and as many image tokens, in any prompt.
     """
 
     start: int

@@ -1,8 +1,8 @@
 """Loads the model's own processor from transformers, without its parts for video and sound.
 
-Processors differ in how many tokens an image gets, in what stands between them, and in the names of tensors. So each
-image is given to the processor by itself, with a text that is one placeholder: what the processor hands to its
-tokenizer then is what stands for the image in any text.
+Processors differ in how many tokens an image gets, in what stands between these tokens, and in the names of tensors. So
+the processor gets each picture by itself, with a text that is one placeholder. The text that it then hands to its
+tokenizer is the text that stands for the picture in any prompt.
 """
 
 import copy
@@ -22,9 +22,9 @@ from nanoinfer.errors import ModelError, RequestError
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"}
-MAX_TEXTS = 64  # of pictures, whose token ids are kept
+MAX_TEXTS = 64  # the token ids of so many texts of pictures are kept
 PROBE_SIZE = (64, 48)  # pixels of the picture that shows how the processor writes images
-# What image processors take beside options.
+# Arguments of image processors that are no options.
 NO_OPTIONS = {"self", "images", "videos", "kwargs", "args", "return_tensors", "data_format", "input_data_format"}
 NO_OPTIONS |= {"device", "disable_grouping", "segmentation_maps"}
 
@@ -32,9 +32,9 @@ NO_OPTIONS |= {"device", "disable_grouping", "segmentation_maps"}
 class ProcessedPicture(NamedTuple):
     """Holds what stands for a picture in any prompt.
 
-    text: what takes the placeholder's place, with one image token for each run of equal ones. runs: how many image
-    tokens each of these stands for. tensors: as ProcessedImage has them. num_before, num_after: tokens before the first
-    image token, and after the last one, in whose places the model reads something of the picture, too.
+    text: takes the placeholder's place; in it, one image token stands for each run of image tokens. runs: the length of
+    each run. tensors: as ProcessedImage has them. num_before, num_after: how many tokens before the first image token,
+    and after the last one, also get embeddings of the picture.
     """
 
     text: str
@@ -49,10 +49,10 @@ class ProcessedPicture(NamedTuple):
 
 
 class ImageProcessor:
-    """Makes tensors and texts of pictures, by the class of transformers that the model's files name.
+    """Makes tensors and texts of pictures, with the class of transformers that the model's files name.
 
     folder: the model's. tokenizer: of transformers; `lock` is held while it is used. Any thread may process pictures.
-    Raises ModelError where there is no processor for images, or it lacks a package.
+    Raises ModelError if there is no processor for images, or if a package that it needs is missing.
     """
 
     def __init__(self, folder: Path, tokenizer: Any, lock: threading.Lock) -> None:
@@ -68,15 +68,15 @@ class ImageProcessor:
             found = tokenizer.convert_tokens_to_ids(self._named_tokens("image_token")[0])
         self.image_token_id: int = found
         self.image_token: str = tokenizer.convert_ids_to_tokens(self.image_token_id)
-        # Where there is an image, the model reads something of its own in the places of these (Ovis 2).
+        # Beside an image, the model puts embeddings of its own in the places of these tokens (Ovis 2).
         self._indicators = tokenizer.convert_ids_to_tokens([*(config.get("visual_indicator_token_ids") or ())])
         self.placeholder = self._find_placeholder()
         others = self._named_tokens("image_token", "video_token", "audio_token", "boi_token")
-        # What only the processor may write: the model would look for images, videos or sounds.
+        # Only the processor may write these: for each, the model would look for an image, a video or a sound.
         self.reserved = tuple(dict.fromkeys([self.placeholder, self.image_token, *others]))
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise RequestError for a name that the image processor does not know; transformers would pass it over."""
+        """Raise RequestError for a name that the image processor does not know; transformers would ignore it."""
         if unknown := [name for name in options if name not in self._known]:
             raise RequestError(
                 f"mm_processor_kwargs has {unknown[0]!r}, which {type(self._processor.image_processor).__name__} does "
@@ -87,7 +87,8 @@ class ImageProcessor:
     def process(self, picture: Any, to_dtype: dtype | None, options: Mapping[str, Any]) -> ProcessedPicture:
         """Return what stands for a picture, PIL's image in RGB. Raises RequestError where the processor refuses it.
 
-        to_dtype: of floating-point tensors; None leaves them. options: of the image processor, beside those of files.
+        to_dtype: the dtype that floating-point tensors get; None leaves theirs. options: of the image processor, over
+        those of the model's files.
         """
         try:
             return self._run(self.placeholder, picture, to_dtype, options)
@@ -105,12 +106,12 @@ class ImageProcessor:
             ) from error
 
     def _named_tokens(self, *names: str) -> list[str]:
-        """Return the tokens that the processor has under these names; some are objects of the tokenizer's."""
+        """Return the tokens in these attributes of the processor; some are objects of the tokenizer's, not strings."""
         found = (getattr(self._processor, name, None) for name in names)
         return [*dict.fromkeys(str(token) for token in found if token is not None)]
 
     def _find_placeholder(self) -> str:
-        """Return the token that the processor replaces. Some models write another one than those of embeddings."""
+        """Return the token that the processor replaces. In some models it is not the image token."""
         from PIL import Image
 
         picture, errors = Image.new("RGB", PROBE_SIZE), []
@@ -128,7 +129,7 @@ class ImageProcessor:
     def _run(
         self, placeholder: str, picture: Any, to_dtype: dtype | None, options: Mapping[str, Any]
     ) -> ProcessedPicture:
-        processor = copy.copy(self._processor)  # of this thread: what it writes for the tokenizer is kept
+        processor = copy.copy(self._processor)  # for this thread alone, since its tokenizer is replaced
         processor.tokenizer = tokenizer = _Listener(self._texts)
         found = processor(images=[picture], text=[placeholder], return_tensors="pt", **options)
         tensors = {name: value for name, value in found.items() if name not in OF_THE_TEXT}
@@ -151,7 +152,7 @@ class _PictureTexts:
         self._known: dict[str, Any] = {}
 
     def encode(self, text: Any, *args: Any, **options: Any) -> Any:
-        """Return what the tokenizer makes of a text, in a mapping of the caller's own."""
+        """Return the tokenizer's result for a text, copied, so that the caller may change the mapping."""
         key = repr((text, args, options))
         with self._lock:
             if key not in self._known:
@@ -162,7 +163,7 @@ class _PictureTexts:
 
 
 class _Listener:
-    """Stands in for a processor's tokenizer, and keeps the text that it gets."""
+    """Takes the place of a processor's tokenizer, and keeps the text that the processor writes."""
 
     def __init__(self, texts: _PictureTexts) -> None:
         self._texts, self.text = texts, ""
@@ -176,7 +177,7 @@ class _Listener:
 
 
 def join_runs(text: str, token: str) -> tuple[str, tuple[int, ...]]:
-    """Return a text with one token in the place of each run of the same token, and the lengths of the runs."""
+    """Return the text with each run of `token` shortened to one, and the lengths of the runs."""
     parts = [(piece, len(piece) // len(token)) for piece in re.split(f"((?:{re.escape(token)})+)", text)]
     joined = [token if is_run else piece for (piece, _), is_run in zip(parts, cycle((False, True)))]
     return "".join(joined), tuple(length for _, length in parts[1::2])
@@ -185,7 +186,7 @@ def join_runs(text: str, token: str) -> tuple[str, tuple[int, ...]]:
 def load_processor(folder: Path, tokenizer: Any) -> Any:
     """Return the processor of the class that a model's files name, with its image processor and this tokenizer alone.
 
-    Its parts for video need torchvision, where its image processor may do with Pillow. Raises ModelError.
+    Without its parts for video, it often needs Pillow alone, and not torchvision. Raises ModelError.
     """
     # Slow to import. Some versions have it in `transformers` itself only where torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -202,7 +203,7 @@ def load_processor(folder: Path, tokenizer: Any) -> Any:
         if needed := getattr(found, "_backends", None):  # a class that stands in for one that lacks a package
             raise ImportError(f"{found.__name__} of transformers needs {' and '.join(needed)}")
         module = importlib.import_module(found.__module__)
-        if getattr(module, "num2words", ...) is None:  # SmolVLM's wants it to be there, for videos
+        if getattr(module, "num2words", ...) is None:  # SmolVLM's processor requires it, for videos
             module.num2words = _refuse_video  # type: ignore[attr-defined]
         image_processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         parts = {"tokenizer": tokenizer, "image_processor": image_processor}

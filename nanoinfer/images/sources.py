@@ -1,7 +1,8 @@
-"""Pictures from what a user gives: files, bytes, URLs, arrays and PIL's images, each as PIL's image in RGB.
+"""Reads the pictures that a user gives: files, bytes, URLs, arrays and PIL's images. Each becomes PIL's image in RGB.
 
-A picture is what a viewer would show on a white page: turned as its EXIF data say, transparency laid on white, 16 bits
-of grey scaled to 8, the first frame of several. Whatever is wrong with one is a RequestError of kind "invalid_image".
+A picture is read as a viewer would show it on a white page: turned as its EXIF data say, transparency laid on white, 16
+bits of grey scaled to 8, the first frame of several. A picture that cannot be read raises a RequestError of kind
+"invalid_image".
 """
 
 import base64
@@ -25,11 +26,11 @@ import numpy as np
 from nanoinfer.errors import ConfigError, RequestError
 from nanoinfer.outputs import shown
 
-# Those that Pillow decodes itself: others would start programs, such as Ghostscript.
+# The formats that Pillow decodes itself. Others would start programs, such as Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "MPO", "PPM", "TGA", "ICO")
 EXIF_ORIENTATION = 0x0112
 TURNED_UP = 1  # what EXIF says of a picture that is not turned
-SOCKET_SECONDS = 10.0  # without a byte from a host
+SOCKET_SECONDS = 10.0  # how long a host may send nothing
 DOWNLOAD_SECONDS = 60.0
 MAX_DOWNLOAD = 100 * 2**20  # bytes
 MAX_REDIRECTS = 5
@@ -40,10 +41,10 @@ _loading = threading.Lock()  # held while PIL reads the file of a user's own ima
 
 
 class FoundPicture(NamedTuple):
-    """Holds what equal pictures have in common, and decodes a file only where the picture is wanted.
+    """Holds the bytes by which equal pictures are recognised, and decodes a file only when the picture is needed.
 
-    load: returns PIL's image in RGB, as often as it is called, or raises RequestError. content: the bytes of the file;
-    of an image or an array in memory, those of its pixels. size: (width, height) of one in memory; None for a file.
+    load: returns PIL's image in RGB whenever it is called, or raises RequestError. content: the bytes of the file, or
+    of the pixels of a picture in memory. size: (width, height) of a picture in memory; None for a file.
     """
 
     load: Callable[[], Any]
@@ -52,7 +53,7 @@ class FoundPicture(NamedTuple):
 
 
 class MediaRules(NamedTuple):
-    """Says where pictures may come from. domains: hosts; folder: what files must lie in, or None for any place."""
+    """Says where pictures may come from. domains: hosts. folder: where files must lie; None for any place."""
 
     domains: tuple[str, ...] = ()
     folder: str | None = None
@@ -70,7 +71,7 @@ def check_pillow() -> None:
 
 
 def find_picture(source: Any, rules: MediaRules) -> FoundPicture:
-    """Return a picture, of which a file is not decoded yet. Raises RequestError for what may not be read, or is none.
+    """Return a picture; a file is not decoded yet. Raises RequestError if it may not be read, or is no picture.
 
     source: a path, a URL (data:, file:, http:, https:), the bytes of a file, an array of pixels, or PIL's image; or
     {"bytes": ..., "path": ...}, of which one is None, as `datasets` has images in its files.
@@ -169,7 +170,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def _download(url: str, rules: MediaRules, what: str) -> bytes:
-    """Return what a host sends, which must be one of the allowed ones, as every host that it redirects to."""
+    """Return the bytes at a URL. Its host, and every host that it redirects to, must be an allowed one."""
     deadline = time.monotonic() + DOWNLOAD_SECONDS
     for _ in range(MAX_REDIRECTS + 1):
         _check_host(urlsplit(url), rules, what)
@@ -231,7 +232,7 @@ def _opener() -> request.OpenerDirector:
 
 
 def _found(file: BinaryIO, what: str) -> FoundPicture:
-    """Return the picture in a file that is open. Its head is checked before the rest is read, which may be large."""
+    """Return the picture in an open file. The head is checked before the rest is read, which may be large."""
     with _opened(file, what):
         pass
     file.seek(0)
@@ -246,7 +247,7 @@ def _decode(content: bytes, what: str) -> Any:
 
 @contextmanager
 def _opened(file: BinaryIO, what: str) -> Iterator[Any]:
-    """Yield PIL's image of a file, not decoded. Raises RequestError where it is broken, too large, or none."""
+    """Yield PIL's image of a file, not decoded. Raises RequestError if it is broken, too large, or no picture."""
     from PIL import Image, UnidentifiedImageError
 
     Image.init()
@@ -350,7 +351,7 @@ def _from_array(source: Any) -> Any:
 
 
 def as_rules(domains: Sequence[str] | None, folder: str | None) -> MediaRules:
-    """Return what options of LLM say. Raises ConfigError for a folder that is not there."""
+    """Return the rules that options of LLM give. Raises ConfigError if there is no such folder."""
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"allowed_local_media_path={folder!r} is no folder; name one that exists")
     return MediaRules(tuple(domains or ()), folder)

@@ -1,11 +1,11 @@
 """Token ids for the places of images, so that comparing tokens compares images.
 
-To the scheduler, the block manager and the prefix cache, an image is tokens like others: each of its places has an id
-from the vocabulary's end on, the same for equal content. No device and no user sees these ids: the runner replaces them
-by the placeholder's own (`step_images.py`), and outputs are made of the prompt as it came.
+The scheduler, the block manager and the prefix cache see an image as ordinary tokens: each of its places has an id
+beyond the vocabulary, and equal content has equal ids. No device and no user sees these ids: the runner replaces them
+by those of the model's own tokens (`step_images.py`), and outputs have the prompt as it came.
 
-An id stands for its image as long as a request or a cached block has it. Requests count themselves. Whether a block has
-it is looked up when too many images without a request have gathered, by going through the prefix cache.
+An id stands for its image as long as a request or a cached block has it. Requests are counted. Blocks are not: once too
+many images have no request, the prefix cache is searched for ids that are still there.
 """
 
 import collections.abc as abc
@@ -14,15 +14,15 @@ from bisect import bisect_right, insort
 from dataclasses import dataclass
 
 MAX_ID = 2**31 - 1  # token ids are int32
-MIN_IDLE = 256  # images without a request, before the cache is looked through
+MIN_IDLE = 256  # so many images may have no request before the cache is searched
 
 
 @dataclass(slots=True, eq=False)
 class KnownImage:
     """Describes an image that has ids: `first_id` and those after it, one for each token of its span.
 
-    key: what is equal for equal images alone. token_ids: what stands in prompts in the place of these ids. num_users:
-    requests that have it.
+    key: is equal for equal images alone. token_ids: the model's own tokens in the place of these ids. num_users: how
+    many requests have the image.
     """
 
     first_id: int
@@ -49,7 +49,7 @@ class VirtualIds:
         return len(self._known)
 
     def hold(self, key: bytes, token_ids: tuple[int, ...]) -> KnownImage:
-        """Return the image with this content, with one user more. A span of other tokens is another image."""
+        """Return the image with this key and these tokens, after counting one more user."""
         image = self._known.get((key, token_ids))
         if image is None:
             image = KnownImage(self._free_place(len(token_ids)), key, token_ids)
@@ -67,13 +67,13 @@ class VirtualIds:
         return image.num_users == 0
 
     def at(self, token_id: int) -> KnownImage | None:
-        """Return the image that an id is of; None for a token of the vocabulary."""
+        """Return the image that an id belongs to; None for a token of the vocabulary."""
         if token_id < self._first_id:
             return None
         return self._by_start[self._starts[bisect_right(self._starts, token_id) - 1]]
 
     def forget_idle(self, cached_tokens: abc.Callable[[], abc.Iterable[bytes]]) -> None:
-        """Forget the images that neither a request nor a cached block has, if there may be many.
+        """Forget the images that neither a request nor a cached block has, if many images have no request.
 
         cached_tokens: returns the token ids, as int32, of everything that is cached.
         """

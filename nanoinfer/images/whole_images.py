@@ -1,4 +1,4 @@
-"""Keeps images whole in chunks and in prefix hits, for models in which the tokens of an image see all of it."""
+"""Keeps images whole in chunks and prefix hits, for models in which an image's tokens attend to all of the image."""
 
 from typing import Any
 
@@ -30,9 +30,9 @@ class WholeImages(BlockManager):
         return hit
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return the end before an image that would be cut; after it, where the chunk begins with the image.
+        """Return an end that cuts no image: before the image, or after it if the chunk begins with the image.
 
-        Such a chunk may have more tokens than the step has room for, by less than an image.
+        A chunk that ends after an image may exceed the step's budget, by less than an image.
         """
         end = super().chunk_end(seq, end)
         cut = self._cut_image(seq, end)
@@ -46,7 +46,7 @@ class WholeImages(BlockManager):
         return super().make_room(seqs, max([num_tokens, *longest]))
 
     def _cut_image(self, seq: Sequence, end: int) -> range | None:
-        """Return where the image is, among the tokens of a sequence, that a cut before token `end` would divide."""
+        """Return the tokens of the image that a cut before token `end` of a sequence would divide, or None."""
         token_ids = seq.token_ids
         if not 0 < end < len(token_ids) or (image := self._virtual_ids.at(token_ids[end])) is None:
             return None
