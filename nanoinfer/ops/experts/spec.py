@@ -1,7 +1,7 @@
-"""The MLPs of a mixture's experts: each token is computed by the experts that it is routed to, and weighted.
+"""Specifies the MLPs of a mixture's experts: what each token's experts add to it, times their weights.
 
-`expert_ids` and `weights` are (num_tokens, num_experts_per_tok), as `route` returns them. A token without an expert,
-whose id is num_experts, gets zeros.
+`expert_ids` and `weights` are (num_tokens, num_experts_per_tok), as `route` returns them. An id of num_experts stands
+for no expert, and yields zeros.
 """
 
 from collections.abc import Iterator
@@ -18,22 +18,22 @@ from nanoinfer.ops.int4.spec import PackedWeight, dequantize
 
 
 class ExpertWeights(NamedTuple):
-    """Holds one weight of all experts, in 16 bits (or 32), in 8 or in 4. All tensors are contiguous.
+    """Holds one weight matrix of each expert, in 32, 16, 8 or 4 bits. All tensors are contiguous.
 
-    values: (num_experts, num_rows, depth), in the model's dtype or in e4m3; or in 4 bits, (num_experts, num_rows,
-    depth / 8) int32. scales: of their rows, (num_experts, num_rows); or 3-D, of blocks of 128 in e4m3, of groups in 4
-    bits: see `ops/fp8/spec.py` and `ops/int4/spec.py`.
+    values: (num_experts, num_rows, depth) in the model's dtype or e4m3; for 4 bits (num_experts, num_rows, depth / 8)
+    int32. scales: None for the model's dtype; (num_experts, num_rows) if each row has one; else 3-D, with one for each
+    block of 128 in e4m3, or for each group in 4 bits. See `ops/fp8/spec.py` and `ops/int4/spec.py`.
     """
 
     values: Tensor
     scales: Tensor | None = None
-    zeros: Tensor | None = None  # of 4 bits, uint8, of the shape of the scales; None: 8
+    zeros: Tensor | None = None  # zero points for 4 bits, uint8, shaped as scales; None: all are 8
     bias: Tensor | None = None  # (num_experts, num_rows)
-    is_e2m1: bool = False  # whether the 4 bits are values of e2m1; then depth is that of x, padded to a multiple of 128
+    is_e2m1: bool = False  # whether 4 bits are an e2m1 number; depth is then x's, padded to a multiple of 128
 
     @property
     def num_groups(self) -> int:
-        """How many scales a row of 4 bits has; 0: the weight is in 16 bits."""
+        """How many scales a row of 4 bits has; 0 for a weight without scales."""
         return 0 if self.scales is None else self.scales.shape[2] if self.scales.dim() == 3 else 1
 
     def of_expert(self, expert: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -59,11 +59,11 @@ def expert_mlp(
 ) -> Tensor:
     """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
 
-    A kernel may compute these in parts, which are to be added up: (num_parts * num_experts_per_tok, ...).
+    A kernel may return parts for the caller to add up: (num_parts * num_experts_per_tok, num_tokens, hidden_size).
     hidden: (num_tokens, hidden_size), rows contiguous. gate_up: (num_experts, 2 * inner_size, hidden_size), gate before
     up. down: (num_experts, hidden_size, inner_size). clamps: limit and alpha of `clamped_swiglu`; None: plain SwiGLU.
-    is_geglu: whether it is GeGLU instead, by the tanh approximation of GELU.
-    The kernels' host does not wait for the device, so a CUDA graph can capture this.
+    is_geglu: whether the activation is GeGLU, with the tanh approximation of GELU, instead of SwiGLU.
+    The kernels' host does not wait for the device, so a CUDA graph can capture them.
     """
     terms = hidden.new_zeros(expert_ids.shape[1], *hidden.shape)
     for expert, token, choice in _pairs_of_experts(expert_ids, len(gate_up.values)):
@@ -75,7 +75,7 @@ def expert_mlp(
 
 
 def _pairs_of_experts(expert_ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that a token is routed to, with the tokens that are, and which of their choices it is."""
+    """Yield each expert that is used, the indices of its tokens, and which of each token's choices it is."""
     for expert in expert_ids[expert_ids < num_experts].unique().tolist():
         yield expert, *(expert_ids == expert).nonzero(as_tuple=True)
 
@@ -104,9 +104,9 @@ def fp8_expert_mlp(
 ) -> Tensor:
     """Return what each expert of a token adds to it, (num_experts_per_tok, num_tokens, hidden_size), weighted.
 
-    x, x_scales: of QuantizedRows of hidden_size. gate_up, down, is_geglu: as in `expert_mlp`, the weights in e4m3.
-    down_format: how SwiGLU's results are rounded, in groups or by one static scale. dtype: of the result, to which
-    gate, up and SwiGLU are rounded, too.
+    x, x_scales: QuantizedRows of hidden_size columns. gate_up, down, is_geglu: as in `expert_mlp`; weights in e4m3.
+    down_format: how the activation's results are rounded, in groups or by one static scale. dtype: the result's dtype,
+    to which gate, up and the activation's results are rounded, too.
     """
     wide = dequantize_rows(QuantizedRows(x, x_scales))
     terms = wide.new_zeros(expert_ids.shape[1], *wide.shape, dtype=dtype)
