@@ -1,4 +1,4 @@
-"""From the logits of a step to its token ids: logits processors, a threshold for min-p, top-k and top-p, one draw.
+"""Turns the logits of a step into token ids: logits processors, a threshold for min-p, top-k and top-p, one draw.
 
 Each token is drawn once. Most lines are drawn straight from the model's 16-bit logits, in which grammars have forbidden
 tokens in place. Lines whose logits must be changed or read whole (biases, penalties, token sets, log-probabilities;
@@ -6,8 +6,8 @@ under tensor parallelism min-p, top-k and top-p too) are a second, disjoint set:
 and drawn from the copy. The noise depends on seed, position and token id alone, so the two sets of a step do not
 influence each other.
 
-A step has one line of each row, or several where tokens are proposed (`proposals.py`). Then nothing is entered in the
-tables before all lines are drawn.
+A step has one line for each row, or several if tokens are proposed (`proposals.py`). With proposals, tokens enter the
+tables only after all lines are drawn.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from nanoinfer.sampling.row_state import RowState
 
 NUM_MASKS = 4  # for all rows: masks of grammars and of token sets, of two steps
 TORCH_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
-# What changes logits, in this order. Raw log-probabilities are read before all of it, and filters come after it.
+# What changes logits, in this order. Raw log-probabilities are read before these, and filters come after them.
 ORDER: tuple[type[LogitsProcessor], ...] = (Grammars, LogitBias, UserFunctions, Penalties, MinTokens, TokenSets)
 
 
@@ -44,7 +44,7 @@ class Sampled(NamedTuple):
 
     token_ids: Tensor  # (num_rows,) int32; with proposals (num_rows, num_tokens), as `enter_counted` returns them
     logprobs: list[SampleLogprobs]
-    errors: dict[int, str]  # by batch_idx, which of these tokens: why users' functions failed
+    errors: dict[int, str]  # why a user's function failed, by batch_idx, the index of its token
 
 
 class Sampler:
@@ -52,7 +52,7 @@ class Sampler:
 
     token_ids: (rows, max_tokens) int32 and context_lens: (rows,) int32: the tables, which sampling extends. The last
     row is padding. vocab_size: of the whole model; under tensor parallelism each rank has the logits of its shard.
-    logprobs_mode: the engine's option. states: all that serves options of rows; `admit_rows` tells it of them.
+    logprobs_mode: the engine's option. states: the objects that remember options of rows; `admit_rows` tells them.
     num_counted: as in `Draws`. max_row_tokens: the most lines of a row.
     """
 
@@ -88,7 +88,7 @@ class Sampler:
         self._logprobs = SampleLogprobsReader(logprobs_mode, self.temperatures)
         self._prompt_logprobs = PromptLogprobsReader(token_ids, vocab_size, tp, self._logprobs.normalises)
         self.states: list[RowState] = [*self._of_rows.values(), self._filters, self._logprobs, self._prompt_logprobs]
-        # Rows are copied for these. A threshold needs the logits of all ranks.
+        # Logits of rows with these options are copied. With several ranks, a threshold needs the logits of all.
         copying = [*self._of_rows.values(), self._logprobs, *([self._filters] if tp.size > 1 else [])]
         self._copied_rows = [state.by_row for state in copying]
 
@@ -109,9 +109,9 @@ class Sampler:
     ) -> Sampled:
         """Draw the next token of each row, or the next ones up to the first wrong proposal; enter them in the tables.
 
-        logits: (num_lines, vocab shard) of this rank, from id `first_id` on; masks change them. A line is a row, or, of
-        as many rows with proposals, one of its tokens. rows: (num_rows,) int64; host_rows: the same on the host. A line
-        whose logits are NaN or infinite yields -1.
+        logits: (num_lines, vocab shard) of this rank, from id `first_id`; masks change them. A line is a row, or with
+        proposals one token of a row. rows: (num_rows,) int64; host_rows: the same on the host. A line with logits that
+        are NaN or infinite yields -1.
         """
         lines = Lines(range(len(host_rows)), host_rows, rows, self.context_lens)
         if proposals is not None:
@@ -173,7 +173,7 @@ class Sampler:
         return copies + num_masks * self._mask_sender.num_words * torch.int32.itemsize
 
     def _draw(self, logits: Tensor, first_id: int, lines: Lines) -> Tensor:
-        """Draw from the model's own logits; -1 among the rows is skipped, and yields -1."""
+        """Draw from the model's own logits. A row of -1 is skipped, and yields -1."""
         if self.tp.size > 1:
             return self._draws.from_shards(logits, first_id, lines)
         lowest = self._filters.thresholds(logits, lines.rows, lines.host_rows) if self._filters.by_row else None

@@ -44,12 +44,12 @@ class AttentionSpec:
 
 
 class Backend(Protocol):
-    """Types what steps ask of the attention of some layers, whatever these compute and keep in the cache."""
+    """Declares what a step needs to know of a backend, whatever its layers compute and keep in the cache."""
 
     name: str
     needs_host: bool  # whether decode reads lengths on the host, so that a CUDA graph cannot capture it
     max_row_tokens: int | None = None  # the most tokens of a decode row; None for any number
-    # The most decode rows of one token that read a shared prefix at once; 0: each reads it. Of k tokens, 1/k as many.
+    # The most decode rows of one token that read a shared prefix at once; 0: each reads it. With k tokens, 1/k of that.
     max_prefix_sharers: int = 0
 
     def plan(self, metadata: MetadataT, cache: LayerCache) -> MetadataT:
@@ -58,7 +58,7 @@ class Backend(Protocol):
 
 
 class AttentionBackend(Backend, Protocol):
-    """Computes attention for the layers of one spec. What is not causal comes in prefill alone, and whole.
+    """Computes attention for the layers of one spec. Texts without causal attention come in prefill alone, and whole.
 
     Queries and results are (num_tokens, num_heads, head_dim). Keys and values of the step are in the cache already when
     a method is called.
@@ -76,7 +76,7 @@ class AttentionBackend(Backend, Protocol):
         cache: LayerCache,
         metadata: Metadata,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do what `norm_rope_store` does, which says what these are."""
+        """Do what `norm_rope_store` does, and return its results; it describes the arguments."""
         table, slots = rotary_emb.cos_sin_cache, metadata.slot_mapping
         return norm_rope_store(qkv, norm_weights, eps, positions, table, cache, slots, rotary_emb.is_interleaved)
 
@@ -95,9 +95,9 @@ class AttentionBackend(Backend, Protocol):
     ) -> Tensor:
         """Attend from the step's chunks to their contexts.
 
-        k, v: (num_tokens, num_kv_heads, head_dim), the chunks' own. They suffice without the cache if no chunk has a
-        prefix there, and the cache holds them unrounded. None: only the cache has them. sinks: (num_heads,), if the
-        spec has them.
+        k, v: (num_tokens, num_kv_heads, head_dim), the chunks' own keys and values; None: only the cache has them. They
+        may be read instead of the cache if no chunk has a prefix there, and if the cache does not round them. sinks:
+        (num_heads,), if the spec has sinks.
         """
 
     def decode(self, q: Tensor, cache: LayerCache, metadata: DecodeMetadata, sinks: Tensor | None = None) -> Tensor:
