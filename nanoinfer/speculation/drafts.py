@@ -79,6 +79,21 @@ class TextDrafts:
     """Follows the text of one sequence, and says what it may go on with.
 
     token_ids: the text. After it has grown, call `follow`. answers: other texts in which "suffix" looks up.
+
+    A text that begins to repeat itself, then has 77 where its beginning has 5:
+
+    >>> text = array("i", [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3])
+    >>> drafts = TextDrafts(SpeculativeOptions("suffix", 8), text, EarlierAnswers(0))
+    >>> drafts.draft(8)  # 3 tokens are equal, so it trusts the copy for 3 more
+    [4, 5, 6]
+    >>> text.extend([4, 77])
+    >>> drafts.follow()
+    >>> drafts.draft(8)  # 77 is taken to replace 5, and 4 tokens were equal
+    [6, 7, 8, 9]
+    >>> text.append(6)
+    >>> drafts.follow()
+    >>> drafts.draft(8)
+    [7, 8, 9, 0, 1]
     """
 
     def __init__(self, options: SpeculativeOptions, token_ids: "array[int]", answers: EarlierAnswers) -> None:

@@ -1,5 +1,6 @@
 """Drafts are what texts have gone on with, and a copy survives what a rewriter changes."""
 
+import doctest
 from array import array
 from collections import Counter
 from random import Random
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from nanoinfer.bench.rewriting import TEXTS
+from nanoinfer.speculation import drafts as drafts_module
 from nanoinfer.speculation.drafts import MIN_MATCH, EarlierAnswers, TextDrafts
 from nanoinfer.speculation.text_index import TextIndex, num_right
 from nanoinfer.speculative_config import SpeculativeOptions, as_speculative_config
@@ -30,6 +32,11 @@ def drafts_after(source: list[int], typed: list[int], most: int = 4, **others: A
         text.append(token_id)
         drafts.follow()
     return drafts.draft(most)
+
+
+def test_the_example_in_the_docstring_is_right() -> None:
+    results = doctest.testmod(drafts_module)
+    assert results.attempted and not results.failed
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -2,6 +2,10 @@
 
 `expert_ids` and `weights` are (num_tokens, num_experts_per_tok), as `route` returns them. An id of num_experts stands
 for no expert, and yields zeros.
+
+The kernels beside this file speak of pairs, tiles, lines and items. A pair is a token and one of its experts. A tile
+holds pairs of one expert, which a program multiplies together. A line is a row of an expert's weight, which makes one
+column of the outputs. An item is a tile and a block of columns, where programs take one after the other (`hopper.py`).
 """
 
 from collections.abc import Iterator
