@@ -36,7 +36,8 @@ def drafts_after(source: list[int], typed: list[int], most: int = 4, **others: A
 
 def test_the_example_in_the_docstring_is_right() -> None:
     results = doctest.testmod(drafts_module)
-    assert results.attempted and not results.failed
+    assert results.attempted
+    assert not results.failed
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
