@@ -119,7 +119,10 @@ class BiasedExperts(PackedExperts):
 
 
 class Experts(nn.Module):
-    """Holds the experts' weights, under the names that checkpoints give them."""
+    """Holds the experts' weights, under the names that checkpoints give them.
+
+    num_weights_of_a_token: how many a token is multiplied by: of gate, up and down of its experts, on this rank.
+    """
 
     projection: ClassVar[type[PackedExperts]] = PackedExperts
     clamps: tuple[float, float] | None = None  # of gate and up: limit and alpha of `clamped_swiglu`
@@ -129,6 +132,7 @@ class Experts(nn.Module):
         # (num_experts, 2 * local inner size, hidden_size) and (num_experts, hidden_size, local inner size)
         inner_size, self.is_geglu = moe.intermediate_size, moe.is_geglu
         self.hidden_size, self.num_experts_per_tok = hidden_size, moe.num_experts_per_tok
+        self.num_weights_of_a_token = 3 * moe.num_experts_per_tok * inner_size * hidden_size // tp.size
         self.dtype = torch.get_default_dtype()  # of hidden states; weights may be quantized
         self.gate_up_proj = self.projection(moe.num_experts, ("gate", "up"), (inner_size, hidden_size), 0, tp)
         self.down_proj = self.projection(moe.num_experts, ("down",), (hidden_size, inner_size), 1, tp)

@@ -38,6 +38,8 @@ WAYS_OF_PRODUCTS: Mapping[ProductKind, Set[Way]] = {
     ProductKind.WIDENED: frozenset((Way.FEW_CALLS,)),
     ProductKind.ROUNDED: IN_PIECES,
 }
+# Experts of fewer bits are read as such in small steps, the only ones that have graphs.
+WAYS_OF_EXPERTS = {**WAYS_OF_PRODUCTS, ProductKind.WIDENED: frozenset((Way.GRAPHS,))}
 
 
 class Mixer(Protocol):

@@ -165,11 +165,8 @@ class PrefillGraphs:
 
 
 def small_prefill_graphs(decoder: Decoder, max_step_tokens: int, only_pools: bool) -> SmallPrefillGraphs | None:
-    """Return what computes small prefill steps, where CUDA graphs pay for them: on one GPU, without experts.
-
-    A few tokens go to nearly all experts, and reading these takes longer than launching the step.
-    """
-    if decoder.tp.size > 1 or decoder.has_experts or not all(Way.GRAPHS in layer.ways for layer in decoder.layers):
+    """Return what computes small prefill steps, where CUDA graphs pay for them, on one GPU."""
+    if decoder.tp.size > 1 or not all(Way.GRAPHS in layer.ways for layer in decoder.layers):
         return None
     sizes, always_served = sizes_that_pay(decoder.layers, max_step_tokens, only_pools)
     return DecoderPrefillGraphs(decoder, sizes, always_served) if sizes else None

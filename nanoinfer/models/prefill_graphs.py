@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.device import capturing
+from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.layernorm import ResidualStream
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
@@ -26,7 +27,8 @@ logger = logging.getLogger("nanoinfer")
 
 # Steps of up to so many tokens are padded to a multiple of this. Padding must cost less than launching does.
 PADDING_BY_SIZE = {256: 64, 1024: 128, 2048: 256}
-# An H200 computes this in half of the time in which the host launches a layer, 0.4 ms.
+# An H200 computes this in half of the time in which the host launches a layer, 0.4 ms. A layer with experts takes the
+# host longer, and the GPU too, which reads nearly all experts for few tokens.
 MAX_FLOPS_PER_LAYER = 1.2e11
 # Short texts to pool cost the host more than launches do: to tokenize them, and to make their outputs. So a GPU waits
 # for the host in larger steps, too. docs/embeddings.md has the times.
@@ -100,8 +102,11 @@ class PieceGraphs:
         return map(torch.cuda.CUDAGraph.replay, self._graphs)
 
 
-def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
-    """Compute the piece before each attention, and the piece after the last one, as the model's `forward` does."""
+def plain_pieces(decoder: Decoder, buffers: Buffers, row_mask: Tensor | None = None) -> Iterator[None]:
+    """Compute the piece before each attention, and the piece after the last one, as the model's `forward` does.
+
+    row_mask: see `ForwardStep`; for layers with experts.
+    """
     stream = ResidualStream(buffers.rows)
     for layer in decoder.layers:
         layer.normalise_input(stream)
@@ -110,9 +115,17 @@ def plain_pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
         yield
         layer.add_attention(stream, buffers.heads)
         layer.normalise_sum(stream)
-        layer.add_mlp(stream)
+        layer.add_mlp(stream, row_mask)
     buffers.rows.copy_(decoder.finish(stream))
     yield
+
+
+def num_weights_of_a_token(layer: nn.Module) -> int:
+    """Return how many weights of a layer a token is multiplied by: of experts, those of the ones that it goes to."""
+    experts = [part for part in layer.modules() if isinstance(part, Experts)]
+    of_experts = {id(weight) for part in experts for weight in part.parameters()}
+    others = sum(weight.numel() for weight in layer.parameters() if id(weight) not in of_experts)
+    return others + sum(part.num_weights_of_a_token for part in experts)
 
 
 def padded_sizes(layers: Iterable[nn.Module], only_pools: bool) -> list[int]:
@@ -120,7 +133,7 @@ def padded_sizes(layers: Iterable[nn.Module], only_pools: bool) -> list[int]:
 
     only_pools: whether the model generates nothing. Then larger sizes are included, for steps of many short texts.
     """
-    num_weights = max(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
+    num_weights = max(map(num_weights_of_a_token, layers))
     max_flops = MAX_FLOPS_PER_LAYER_OF_TEXTS if only_pools else MAX_FLOPS_PER_LAYER
     most, sizes, last = max_flops / (2 * num_weights), list[int](), 0
     for end, distance in (PADDING_BY_SIZE_OF_TEXTS if only_pools else PADDING_BY_SIZE).items():
@@ -198,6 +211,15 @@ class DecoderPrefillGraphs(SmallPrefillGraphs):
         super().__init__(sizes, always_served)
         self.decoder, self.buffers = decoder, buffers or Buffers.of(decoder, sizes[-1])
         self.buffers.clear()
+        # Which rows have tokens: padding goes to no expert. Without experts nobody asks.
+        self.row_mask = self.buffers.rows.new_zeros(sizes[-1], dtype=torch.bool) if decoder.has_experts else None
+
+    def __call__(self, step: ForwardStep) -> Tensor:
+        if self.row_mask is not None:
+            num_tokens = len(step.token_ids)
+            torch.ge(step.attention.slot_mapping, 0, out=self.row_mask[:num_tokens])
+            self.row_mask[num_tokens:] = False
+        return super().__call__(step)
 
     def capture(self, size: int, pool: Any) -> PieceGraphs:
         for _ in self._pieces(size):  # compiles and warms up outside the capture
@@ -209,4 +231,5 @@ class DecoderPrefillGraphs(SmallPrefillGraphs):
         return run_pieces(pieces, self.buffers.first(len(step.token_ids)), self.decoder, step)
 
     def _pieces(self, size: int) -> Iterator[None]:
-        return plain_pieces(self.decoder, self.buffers.first(size))
+        row_mask = None if self.row_mask is None else self.row_mask[:size]
+        return plain_pieces(self.decoder, self.buffers.first(size), row_mask)

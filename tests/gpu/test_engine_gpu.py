@@ -436,6 +436,10 @@ def run_all_small_prefills(llm: LLM) -> list[list[RequestOutput]]:
         ("Gemma2ForCausalLM", {}),
         ("Gemma3ForCausalLM", {}),
         ("Qwen2ForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {"quantization": "fp8"}),
+        ("GptOssForCausalLM", {"dtype": "float32"}),  # in 16 bits a token may go to another expert
+        ("Glm4MoeForCausalLM", {}),
     ],
 )
 def test_small_prefill_steps_are_the_same_in_graphs_and_without(

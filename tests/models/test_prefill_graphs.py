@@ -10,25 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.checkpoint.base_config import MoEConfig
+from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.experts import Experts
 from nanoinfer.models import execution, prefill_graphs
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Way
-from nanoinfer.models.prefill_graphs import STEPS_BEFORE_CAPTURE, DecoderPrefillGraphs, padded_sizes
+from nanoinfer.models.prefill_graphs import (
+    STEPS_BEFORE_CAPTURE,
+    DecoderPrefillGraphs,
+    num_weights_of_a_token,
+    padded_sizes,
+)
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, LATENT, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 NOT_PLAIN = (
     *("Cohere2ForCausalLM", "Exaone4ForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
     *("GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"),
 )
-WITH_EXPERTS = (
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-WITHOUT_GRAPHS = (*HYBRIDS, *LATENT, *NOT_PLAIN, *WITH_EXPERTS)
+WITHOUT_GRAPHS = (*HYBRIDS, *LATENT, *NOT_PLAIN)
 
 
 @pytest.fixture
@@ -89,7 +90,9 @@ def test_padded_pieces_give_the_tokens_of_whole_steps(
 
 
 def layers_of(weights_of_a_layer: int) -> Any:
-    return [SimpleNamespace(parameters=lambda: iter([torch.empty(weights_of_a_layer, device="meta")]))]
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(weights_of_a_layer, device="meta"), requires_grad=False)
+    return [layer]
 
 
 def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> None:
@@ -104,6 +107,18 @@ def test_sizes_end_where_a_gpu_computes_for_longer_than_the_host_launches() -> N
     assert of_8b == [64, 128, 192, 256]
     assert of_32b == [64]
     assert padded_sizes(layers_of(2_000_000_000), only_pools=False) == []
+
+
+def test_of_experts_those_count_that_a_token_goes_to() -> None:
+    moe = MoEConfig(
+        num_experts=128, num_experts_per_tok=8, intermediate_size=768, norm_topk_prob=True, has_experts=(True,)
+    )
+    with torch.device("meta"):
+        experts = Experts(2048, moe, TensorParallel())
+    [attention] = layers_of(18_900_000)
+    attention.experts = experts
+    assert num_weights_of_a_token(attention) == 18_900_000 + 8 * 3 * 768 * 2048
+    assert padded_sizes([attention], only_pools=False)[-1] == 1024
 
 
 def test_models_that_only_pool_have_larger_sizes() -> None:
@@ -141,18 +156,15 @@ def test_models_that_only_pool_have_no_graphs_of_slices(
         ({"max_step_tokens": 100}, [64, 100]),
         ({"max_step_tokens": 63}, [63]),
         ({"size": 2}, None),
-        ({"has_experts": True}, None),
         ({"ways": {Way.FEW_ROWS, Way.SLICES}}, None),
     ],
 )
 def test_one_gpu_has_graphs_of_small_steps_of_plain_layers(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sizes: list[int] | None
 ) -> None:
-    given = SimpleNamespace(
-        **{"max_step_tokens": 150, "size": 1, "has_experts": False, "ways": {Way.GRAPHS}, **changes}
-    )
+    given = SimpleNamespace(**{"max_step_tokens": 150, "size": 1, "ways": {Way.GRAPHS}, **changes})
     layers = [SimpleNamespace(ways={*Way}), SimpleNamespace(ways=given.ways)]
-    decoder: Any = SimpleNamespace(tp=given, has_experts=given.has_experts, layers=layers)
+    decoder: Any = SimpleNamespace(tp=given, layers=layers)
     monkeypatch.setattr(prefill_graphs, "padded_sizes", lambda _layers, only_pools: [64, 128, 192])
     monkeypatch.setattr(
         execution, "DecoderPrefillGraphs", lambda _decoder, sizes, _always_served: SimpleNamespace(sizes=sizes)
@@ -175,6 +187,7 @@ def test_where_a_capture_fails_steps_go_on_without(
     weight = torch.zeros(10, 4)
     attention = SimpleNamespace(qkv_proj=SimpleNamespace(local_sizes={"q": 4, "k": 4, "v": 4}))
     decoder: Any = SimpleNamespace(
+        has_experts=False,
         embed_tokens=SimpleNamespace(weight=weight),
         embed=lambda step: weight[step.token_ids],
         layers=[SimpleNamespace(self_attn=attention, attend=lambda qkv, _step: qkv[:, :4])],
@@ -186,7 +199,7 @@ def test_where_a_capture_fails_steps_go_on_without(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(prefill_graphs, "PieceGraphs", fail)
-    monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda _decoder, _buffers: iter([None, None]))
+    monkeypatch.setattr(prefill_graphs, "plain_pieces", lambda *_: iter([None, None]))
     small = DecoderPrefillGraphs(decoder, [8, 16], always_served=16)
     for _ in range(2 * STEPS_BEFORE_CAPTURE):
         step: Any = SimpleNamespace(token_ids=torch.arange(5))
