@@ -14,9 +14,9 @@ from nanoinfer.layers.linear import ShardedLinear, wide_rows
 from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.quantization.linear_method import MATRIX, ParamSpec, ProductKind
 
-# Pairs of a token and one of its experts that are computed together: 16,384 tokens of 8 experts each. Each pair has a
-# vector of its own until they are added up, half a gigabyte in all for a hidden size of 2048.
-MAX_PAIRS = 2**17
+# Pairs of a token and one of its experts that are computed together: 16,384 tokens of 10 experts each. Each pair has a
+# vector of its own until they are added up, two thirds of a gigabyte in all for a hidden size of 2048.
+MAX_PAIRS = 10 * 2**14
 # Pairs of an expert, on average, in steps that are compiled ahead: more than in decode, and fewer than in the longest
 # prefill, both of which an engine runs while it loads. Their tiles have other sizes, or are planned in another way, so
 # their kernels differ.

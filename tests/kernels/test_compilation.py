@@ -115,6 +115,7 @@ def test_every_kernel_of_an_engine_compiles_within_shared_memory(
     in_8_bits = options.get("quantization") == "fp8" or model.endswith("-FP8")
     assert ("_fp8_product_kernel" in names) == (in_8_bits and capability >= 89)  # which others widen
     assert ("_gate_up_kernel" in names) == (in_8_bits and has_experts and capability >= 89)
+    assert ("_hopper_fp8_experts_kernel" in names) == (in_8_bits and has_experts and capability == 90)
     in_4_bits = options.get("quantization") == "int4"
     assert ("_hopper_int4_kernel" in names) == (in_4_bits and capability == 90)  # which serves all of these steps
     assert ({"_few_rows_product_int4_kernel", "_widen_kernel"} <= names) == (in_4_bits and capability != 90)

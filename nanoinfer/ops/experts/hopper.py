@@ -54,6 +54,36 @@ def row_of_result(pair, num_pairs, num_choices: gl.constexpr):
 
 
 @gluon.jit
+def both_halves(sums, layout: gl.constexpr):
+    """Return the columns of the first part, and those of the second, of (num_rows, 2 * part). A thread has both."""
+    num_rows: gl.constexpr = sums.shape[0]
+    part: gl.constexpr = sums.shape[1] // 2
+    first, second = gl.split(sums.reshape((num_rows, 2, part)).permute((0, 2, 1)))
+    return gl.convert_layout(first, layout, assert_trivial=True), gl.convert_layout(second, layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_rows(values, out_ptr, pairs_ptr, num_pairs, first_column, width: gl.constexpr, num_choices: gl.constexpr):
+    """Write rows of pairs to columns from `first_column` on: through shared memory, then 16 bytes at a time.
+
+    values: (num_rows, size). pairs_ptr: to the rows' pairs. width: of a whole
+    row; columns beyond it are not written. num_choices: None: the rows lie by pair; else as `row_of_result` says.
+    """
+    size: gl.constexpr = values.shape[1]
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    at_once: gl.constexpr = 128 // dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, at_once], [32 * at_once // size, size // at_once], [4, 1], [1, 0])
+    values = gl.convert_layout(values.to(dtype), layout)
+    pair = gl.load(pairs_ptr + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout)))
+    column = first_column + gl.arange(0, size, gl.SliceLayout(0, layout))
+    mask = (pair < num_pairs)[:, None]
+    if width % (2 * size) != 0:
+        mask = mask & (column < width)[None, :]
+    row = pair.to(gl.int64) if num_choices is None else row_of_result(pair, num_pairs, num_choices)
+    gl.store(out_ptr + row[:, None] * width + column[None, :], values, mask=mask)
+
+
+@gluon.jit
 def _fetch(
     x_ptr,
     weight_desc,
@@ -75,7 +105,7 @@ def _fetch(
     x, weight = buffers
     half_rows: gl.constexpr = x.shape[1]
     width: gl.constexpr = x.shape[2]
-    part: gl.constexpr = weight.shape[1]
+    part: gl.constexpr = weight.shape[1] // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
     k = gl.arange(0, width, gl.SliceLayout(0, layout))
@@ -100,8 +130,9 @@ def _fetch(
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), (count // STAGES) & 1 ^ 1)
                 mbarrier.expect(full.index(stage), 2 * weight_desc.block_type.nbytes)
-                load_tile(weight_desc, [line, start], full.index(stage), weight.index(2 * stage))
-                load_tile(weight_desc, [line + distance, start], full.index(stage), weight.index(2 * stage + 1))
+                load_tile(weight_desc, [line, start], full.index(stage), weight.index(stage).slice(0, part))
+                second = weight.index(stage).slice(part, part)
+                load_tile(weight_desc, [line + distance, start], full.index(stage), second)
                 gather(x.index(2 * stage), first_ptrs + start, mask=(first_pair < num_pairs)[:, None])
                 gather(x.index(2 * stage + 1), second_ptrs + start, mask=(second_pair < num_pairs)[:, None])
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -132,11 +163,11 @@ def _multiply(
     x, weight = buffers
     half_rows: gl.constexpr = x.shape[1]
     width: gl.constexpr = x.shape[2]
-    part: gl.constexpr = weight.shape[1]
+    part: gl.constexpr = weight.shape[1] // 2
     dtype: gl.constexpr = x.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
-    zeros = gl.zeros([half_rows, part], gl.float32, layout)
-    row = half * half_rows + gl.arange(0, half_rows, gl.SliceLayout(1, layout))
+    of_both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * part, 16])
+    row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
     part_column = gl.arange(0, part, gl.SliceLayout(0, layout))
     num_blocks: gl.constexpr = (num_columns + 2 * part - 1) // (2 * part)
     num_items = gl.load(num_tiles_ptr) * num_blocks
@@ -144,45 +175,48 @@ def _multiply(
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile, block = item // num_blocks, item % num_blocks
         expert = gl.load(tile_experts_ptr + tile)
-        pair = gl.load(pairs_ptr + tile * (2 * half_rows) + row)
-        is_pair = pair < num_pairs
-        first, second = zeros, zeros
+        its_pairs_ptr = pairs_ptr + tile * (2 * half_rows) + half * half_rows
+        has_pairs = gl.load(its_pairs_ptr) < num_pairs
+        sums = gl.zeros([half_rows, 2 * part], gl.float32, of_both)
         if expert < num_experts:
-            for start in range(0, depth, width):
-                stage = count % STAGES
-                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-                fence_async_shared()  # the rows were not copied in bulk
-                rows = x.index(2 * stage + half)
-                first = warpgroup_mma(rows, weight.index(2 * stage).permute((1, 0)), first, is_async=True)
-                second = warpgroup_mma(rows, weight.index(2 * stage + 1).permute((1, 0)), second, is_async=True)
-                first, second = warpgroup_mma_wait(2, deps=[first, second])
-                if start > 0:  # the products before these are done
-                    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-                count += 1
-            first, second = warpgroup_mma_wait(0, deps=[first, second])
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        column = block * (part if GATED else 2 * part) + part_column
+            if has_pairs:
+                for start in range(0, depth, width):
+                    stage = count % STAGES
+                    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+                    fence_async_shared()  # the rows were not copied in bulk
+                    rows = x.index(2 * stage + half)
+                    sums = warpgroup_mma(rows, weight.index(stage).permute((1, 0)), sums, is_async=True)
+                    sums = warpgroup_mma_wait(1, deps=[sums])
+                    if start > 0:  # the products before these are done
+                        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+                    count += 1
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+            else:
+                for _ in range(0, depth, width):
+                    mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+                    mbarrier.arrive(empty.index(count % STAGES), count=1)
+                    count += 1
+        first, second = both_halves(sums, layout)
+        first_column = block * (part if GATED else 2 * part)
+        column = first_column + part_column
         distance: gl.constexpr = num_columns // 2 if GATED else part  # from the first part's lines to the second's
-        first_mask, second_mask = is_pair[:, None], is_pair[:, None]
-        if num_columns % (2 * part) != 0:
-            num_outputs: gl.constexpr = num_columns // 2 if GATED else num_columns
-            first_mask = first_mask & (column < num_outputs)[None, :]
-            second_mask = second_mask & (column + part < num_outputs)[None, :]
         if bias_ptr is not None and expert < num_experts:
             ptrs = bias_ptr + expert.to(gl.int64) * num_columns + column
             first += gl.load(ptrs, mask=column < num_columns, other=0.0).to(gl.float32)[None, :]
             is_second = column + distance < num_columns
             second += gl.load(ptrs + distance, mask=is_second, other=0.0).to(gl.float32)[None, :]
-        if GATED:
-            if expert < num_experts:
-                out = gated(first, second, clamps, dtype, GATED == 2)
-                out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * (num_columns // 2) + column[None, :]
-                gl.store(out_ptrs, out.to(dtype), mask=first_mask)
-        else:
-            pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)
-            out_ptrs = out_ptr + row_of_result(pair, num_pairs, num_choices)[:, None] * num_columns + column[None, :]
-            gl.store(out_ptrs, (first * pair_weight[:, None]).to(dtype), mask=first_mask)
-            gl.store(out_ptrs + part, (second * pair_weight[:, None]).to(dtype), mask=second_mask)
+        if has_pairs:
+            if GATED:
+                if expert < num_experts:
+                    out = gated(first, second, clamps, dtype, GATED == 2)
+                    store_rows(out, out_ptr, its_pairs_ptr, num_pairs, first_column, distance, None)
+            else:
+                pair = gl.load(its_pairs_ptr + row)
+                pair_weight = gl.load(pair_weights_ptr + pair, mask=pair < num_pairs, other=0.0)[:, None]
+                first, second = first * pair_weight, second * pair_weight
+                store_rows(first, out_ptr, its_pairs_ptr, num_pairs, first_column, num_columns, num_choices)
+                store_rows(second, out_ptr, its_pairs_ptr, num_pairs, first_column + part, num_columns, num_choices)
 
 
 @gluon.jit(do_not_specialize=["num_pairs"])
@@ -215,7 +249,7 @@ def _hopper_experts_kernel(
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     swizzled: gl.constexpr = weight_desc.layout
     x = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, ROWS // 2, DEPTH], swizzled)
-    weight = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, PART, DEPTH], swizzled)
+    weight = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 2 * PART, DEPTH], swizzled)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     for stage in gl.static_range(STAGES):

@@ -10,16 +10,23 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nanoinfer.integers import ceil_div
-from nanoinfer.ops.common.device_properties import has_large_shared_memory, num_multiprocessors
-from nanoinfer.ops.common.fp8_format import GROUP_SIZE
+from nanoinfer.ops.common.device_properties import (
+    has_hopper_kernels,
+    has_large_shared_memory,
+    num_multiprocessors,
+)
+from nanoinfer.ops.common.fp8_format import GROUP_SIZE, QuantizedRows
 from nanoinfer.ops.common.programmatic_launch import overlap_options
 from nanoinfer.ops.common.triton import e4m3_scale, gated, to_e4m3, wait_for_inputs
+from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.fp8.triton import scaled_tile_product
 from nanoinfer.ops.routing.triton import plan_tiles, row_of_result, tile_pairs, tile_rows
 
 MAX_ROWS = 64  # pairs in a tile; the sums of more do not fit into registers
+GEGLU = tl.constexpr(2)  # where True stands for SwiGLU
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -190,7 +197,18 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
     out = x.new_empty(num_choices, num_tokens, hidden_size, dtype=dtype)
     if num_pairs == 0:
         return out
-    rows = min(MAX_ROWS, tile_rows(num_pairs, num_experts, dtype))
+    rows = tile_rows(num_pairs, num_experts, dtype)
+    if _has_hopper_kernel(x, down, rows, dtype):
+        from nanoinfer.ops.experts import hopper_fp8
+
+        plan = plan_tiles(expert_ids, num_experts, rows)
+        hopper_fp8.grouped_product(
+            QuantizedRows(x, x_scales), gate_up, plan, weights, gated.values, GEGLU.value if is_geglu else True, dtype,
+            gated.scales, down_format.scale,
+        )  # fmt: skip
+        hopper_fp8.grouped_product(gated, down, plan, weights, out, False, dtype)
+        return out
+    rows = min(MAX_ROWS, rows)
     plan = plan_tiles(expert_ids, num_experts, rows)
     num_slots = len(plan.tile_experts)
     tiling = choose_tiling(rows, num_slots, hidden_size, x.device)
@@ -239,6 +257,16 @@ def fp8_expert_mlp(x, x_scales, gate_up, down, down_format, expert_ids, weights,
         **common,
     )
     return out
+
+
+def _has_hopper_kernel(x: Tensor, down: ExpertWeights, rows: int, dtype: torch.dtype) -> bool:
+    """Return whether tiles of so many rows have the kernel for Hopper GPUs."""
+    if rows < 128 or not has_hopper_kernels(x.device):
+        return False
+    from nanoinfer.ops.experts import hopper_fp8
+
+    _, hidden_size, inner_size = down.values.shape
+    return hopper_fp8.serves(hidden_size, inner_size, x.stride(0), dtype)
 
 
 def choose_tiling(rows: int, num_tiles: int, hidden_size: int, device: torch.device) -> Tiling:

@@ -1,0 +1,376 @@
+"""One grouped product of the experts' MLPs for Hopper GPUs, in Gluon: long steps, weights and activations in FP8.
+
+It computes what the two kernels of `triton_fp8.py` do, in tiles of 128 pairs, as `hopper.py` does in 16 bits: four
+warps fetch rows and weights, and two groups of four multiply, each half of the tile's rows.
+
+- Where scales are of groups or blocks, the tensor cores begin their sums anew with each 128 inputs, and the sums are
+  added up in float32, times the scales (as in DeepGEMM). While one group of warps adds, the other multiplies.
+- The scales of 128 inputs come with them, through shared memory: a load of its own would keep each step waiting.
+- A group of warps whose rows have no pairs multiplies nothing.
+- Results go through shared memory, to be written 16 bytes at a time.
+
+Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
+"""
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanoinfer.ops.common.device_properties import num_multiprocessors
+from nanoinfer.ops.common.fp8_format import FP8_MAX, GROUP_SIZE, TINY, TO_SCALE
+from nanoinfer.ops.common.hopper import MAX_REGISTERS, gather, load_tile
+from nanoinfer.ops.experts.hopper import (
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    PART,
+    ROWS,
+    both_halves,
+    gated,
+    store_rows,
+)
+
+DEPTH = GROUP_SIZE  # of the inner dimension, at a time
+GATE_UP_STAGES, DOWN_STAGES = 4, 3  # buffers; beside those of down, its results take more shared memory
+LARGEST, LARGEST_TO_SCALE, SMALLEST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(TO_SCALE), gl.constexpr(TINY)
+WEIGHT_LAYOUT = gl.NVMMASharedLayout(128, 8, rank=2)  # rows of 128 bytes, as the tensor cores read them
+SCALES_LAYOUT = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+
+
+@gluon.jit
+def _fetch(
+    source,
+    plan,
+    num_pairs,
+    buffers,
+    full,
+    empty,
+    num_choices: gl.constexpr,
+    num_experts: gl.constexpr,
+    num_columns: gl.constexpr,
+    depth: gl.constexpr,
+    GATED: gl.constexpr,
+    X_GROUPS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take one item after the other, and fetch its rows, weights and scales."""
+    x_ptr, x_scales_ptr, weight_desc, weight_scales_ptr, x_row_stride, x_scale_stride = source
+    pairs_ptr, tile_experts_ptr, num_tiles_ptr = plan
+    x, weight, x_scales, weight_scales = buffers
+    half_rows: gl.constexpr = x.shape[1]
+    width: gl.constexpr = x.shape[2]
+    part: gl.constexpr = weight.shape[1] // 2
+    num_groups: gl.constexpr = (depth + width - 1) // width
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
+    k = gl.arange(0, width, gl.SliceLayout(0, layout))
+    place = gl.arange(0, 2 * half_rows, gl.BlockedLayout([1], [32], [4], [0]))
+    num_blocks: gl.constexpr = (num_columns + 2 * part - 1) // (2 * part)
+    num_items = gl.load(num_tiles_ptr) * num_blocks
+    count = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile = item // num_blocks
+        expert = gl.load(tile_experts_ptr + tile)
+        if expert < num_experts:
+            first_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + row)
+            second_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + half_rows + row)
+            pair = gl.load(pairs_ptr + tile * (2 * half_rows) + place)
+            first_row, second_row, its_row = first_pair, second_pair, pair
+            if GATED:
+                first_row, second_row = first_pair // num_choices, second_pair // num_choices
+                its_row = pair // num_choices
+            first_ptrs = x_ptr + first_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
+            second_ptrs = x_ptr + second_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
+            x_scale_ptrs = x_scales_ptr + its_row.to(gl.int64) * x_scale_stride
+            # Of gate and up, which lie one behind the other, the same columns; else neighbours.
+            line = expert * num_columns + item % num_blocks * (part if GATED else 2 * part)
+            distance: gl.constexpr = num_columns // 2 if GATED else part
+            # The block of lines that has the scales of each half of the columns: one value for all threads of a half.
+            block = line // width + place // half_rows * (distance // width)
+            block = gl.minimum(block, num_experts * num_columns // width - 1)
+            weight_scale_ptrs = weight_scales_ptr + block * num_groups
+            for step in range(0, num_groups):
+                stage = count % STAGES
+                start = step * width
+                mbarrier.wait(empty.index(stage), (count // STAGES) & 1 ^ 1)
+                mbarrier.expect(full.index(stage), 2 * weight_desc.block_type.nbytes)
+                load_tile(weight_desc, [line, start], full.index(stage), weight.index(stage).slice(0, part))
+                second = weight.index(stage).slice(part, part)
+                load_tile(weight_desc, [line + distance, start], full.index(stage), second)
+                first_mask, second_mask = (first_pair < num_pairs)[:, None], (second_pair < num_pairs)[:, None]
+                if depth % width != 0:
+                    is_inside = (start + k < depth)[None, :]
+                    first_mask, second_mask = first_mask & is_inside, second_mask & is_inside
+                gather(x.index(2 * stage), first_ptrs + start, mask=first_mask)
+                gather(x.index(2 * stage + 1), second_ptrs + start, mask=second_mask)
+                if X_GROUPS:
+                    gather(x_scales.index(stage), x_scale_ptrs + step, mask=pair < num_pairs)
+                if BLOCKS:
+                    gather(weight_scales.index(stage), weight_scale_ptrs + step)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                count += 1
+
+
+@gluon.jit
+def _multiply(
+    half: gl.constexpr,
+    source,
+    plan,
+    pair_weights_ptr,
+    out,
+    num_pairs,
+    buffers,
+    full,
+    empty,
+    num_choices: gl.constexpr,
+    num_experts: gl.constexpr,
+    num_columns: gl.constexpr,
+    depth: gl.constexpr,
+    GATED: gl.constexpr,
+    X_GROUPS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Multiply half of the rows of each item, and write them."""
+    _, x_scales_ptr, _, weight_scales_ptr, _, x_scale_stride = source
+    pairs_ptr, tile_experts_ptr, num_tiles_ptr = plan
+    out_ptr, out_scales_ptr, static_scale_ptr = out
+    x, weight, x_scales, weight_scales = buffers
+    half_rows: gl.constexpr = x.shape[1]
+    width: gl.constexpr = x.shape[2]
+    part: gl.constexpr = weight.shape[1] // 2
+    num_groups: gl.constexpr = (depth + width - 1) // width
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
+    of_both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * part, 32])
+    HAS_PARTS: gl.constexpr = X_GROUPS or BLOCKS  # whether sums of 128 inputs have scales of their own
+    zeros = gl.zeros([half_rows, part], gl.float32, layout)
+    row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
+    part_column = gl.arange(0, part, gl.SliceLayout(0, layout))
+    num_blocks: gl.constexpr = (num_columns + 2 * part - 1) // (2 * part)
+    num_items = gl.load(num_tiles_ptr) * num_blocks
+    count = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile, block = item // num_blocks, item % num_blocks
+        expert = gl.load(tile_experts_ptr + tile)
+        its_pairs_ptr = pairs_ptr + tile * (2 * half_rows) + half * half_rows
+        has_pairs = gl.load(its_pairs_ptr) < num_pairs
+        pair = gl.load(its_pairs_ptr + row)
+        is_pair = pair < num_pairs
+        if HAS_PARTS:
+            first, second = zeros, zeros
+        else:
+            both = gl.zeros([half_rows, 2 * part], gl.float32, of_both)
+        if expert < num_experts:
+            if has_pairs:
+                for step in range(0, num_groups):
+                    stage = count % STAGES
+                    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+                    fence_async_shared()  # the rows were not copied in bulk
+                    rows = x.index(2 * stage + half)
+                    if HAS_PARTS:
+                        first_scale = gl.full([half_rows], 1.0, gl.float32, gl.SliceLayout(1, layout))
+                        if X_GROUPS:
+                            its_scales = x_scales.index(stage).slice(half * half_rows, half_rows)
+                            first_scale = its_scales.load(gl.SliceLayout(1, layout))
+                        second_scale = first_scale
+                        if BLOCKS:
+                            of_first = weight_scales.index(stage).slice(0, half_rows)
+                            of_second = weight_scales.index(stage).slice(half_rows, half_rows)
+                            first_scale *= of_first.load(gl.SliceLayout(1, layout))
+                            second_scale *= of_second.load(gl.SliceLayout(1, layout))
+                        columns = weight.index(stage).slice(0, part).permute((1, 0))
+                        sums = warpgroup_mma(rows, columns, zeros, use_acc=False, is_async=True)
+                        sums = warpgroup_mma_wait(0, deps=[sums])
+                        first += sums * first_scale[:, None]
+                        columns = weight.index(stage).slice(part, part).permute((1, 0))
+                        sums = warpgroup_mma(rows, columns, zeros, use_acc=False, is_async=True)
+                        sums = warpgroup_mma_wait(0, deps=[sums])
+                        mbarrier.arrive(empty.index(stage), count=1)
+                        second += sums * second_scale[:, None]
+                    else:
+                        both = warpgroup_mma(rows, weight.index(stage).permute((1, 0)), both, is_async=True)
+                        both = warpgroup_mma_wait(1, deps=[both])
+                        if step > 0:  # the product before this one is done
+                            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+                    count += 1
+                if not HAS_PARTS:
+                    both = warpgroup_mma_wait(0, deps=[both])
+                    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+            else:
+                for _ in range(0, num_groups):
+                    stage = count % STAGES
+                    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    count += 1
+        if not HAS_PARTS:
+            first, second = both_halves(both, layout)
+        first_column = block * (part if GATED else 2 * part)
+        column = first_column + part_column
+        distance: gl.constexpr = num_columns // 2 if GATED else part  # from the first part's lines to the second's
+        if not BLOCKS and expert < num_experts:
+            ptrs = weight_scales_ptr + expert * num_columns + column
+            first *= gl.load(ptrs, mask=column < num_columns, other=0.0)[None, :]
+            second *= gl.load(ptrs + distance, mask=column + distance < num_columns, other=0.0)[None, :]
+        if not X_GROUPS:
+            x_row = pair // num_choices if GATED else pair
+            scales = gl.load(x_scales_ptr + x_row.to(gl.int64) * x_scale_stride, mask=is_pair, other=0.0)[:, None]
+            first, second = first * scales, second * scales
+        if has_pairs:
+            if GATED:
+                if expert < num_experts:
+                    values = gated(first, second, None, DTYPE, GATED == 2).to(DTYPE).to(gl.float32)
+                    rounded = _round_activations(
+                        values, out_scales_ptr, static_scale_ptr, pair, is_pair, block, distance
+                    )
+                    store_rows(rounded, out_ptr, its_pairs_ptr, num_pairs, first_column, distance, None)
+            else:
+                pair_weight = gl.load(pair_weights_ptr + pair, mask=is_pair, other=0.0)[:, None]
+                first, second = first * pair_weight, second * pair_weight
+                store_rows(first, out_ptr, its_pairs_ptr, num_pairs, first_column, num_columns, num_choices)
+                store_rows(second, out_ptr, its_pairs_ptr, num_pairs, first_column + part, num_columns, num_choices)
+
+
+@gluon.jit
+def _round_activations(values, scales_ptr, static_scale_ptr, pair, is_pair, block, inner_size: gl.constexpr):
+    """Return activations of 128 columns in e4m3, rounded by a scale of each row, which is written, or the static one.
+
+    As `_gate_up_kernel` of `triton_fp8.py` does.
+    """
+    size: gl.constexpr = values.shape[1]
+    if inner_size % size != 0:
+        column = block * size + gl.arange(0, size, gl.SliceLayout(0, values.type.layout))
+        values = gl.where((column < inner_size)[None, :], values, 0.0)
+    if static_scale_ptr is not None:
+        scales = gl.zeros_like(pair).to(gl.float32) + gl.load(static_scale_ptr)
+    else:
+        scales = gl.max(gl.where(values == values, gl.abs(values), 0.0), axis=1) * LARGEST_TO_SCALE
+        num_groups: gl.constexpr = (inner_size + size - 1) // size
+        gl.store(scales_ptr + pair.to(gl.int64) * num_groups + block, scales, mask=is_pair)
+    values *= gl.where(scales < SMALLEST_SCALE, 0.0, gl.div_rn(gl.full_like(scales, 1.0), scales))[:, None]
+    values = gl.where(values > LARGEST, LARGEST, gl.where(values < -LARGEST, -LARGEST, values))  # NaN stays
+    return values.to(gl.float8e4nv)
+
+
+@gluon.jit(do_not_specialize=["num_pairs"])
+def _hopper_fp8_experts_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_desc,
+    weight_scales_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    pair_weights_ptr,
+    out_ptr,
+    out_scales_ptr,  # of activations; None: of products
+    static_scale_ptr,  # of all activations; None: each group of 128 has one
+    x_row_stride,
+    x_scale_stride,
+    num_pairs,
+    num_choices: gl.constexpr,
+    num_experts: gl.constexpr,
+    num_columns: gl.constexpr,  # rows of an expert's weight
+    depth: gl.constexpr,
+    # True or 2 (GEGLU of triton.py): rows are those of tokens, and columns those of gate and up. False: rows are those
+    # of pairs.
+    GATED: gl.constexpr,
+    X_GROUPS: gl.constexpr,  # whether each 128 values of a row of x have a scale, and not all
+    BLOCKS: gl.constexpr,  # whether each 128 x 128 values of the weight have a scale, and not all of a row
+    DTYPE: gl.constexpr,  # to which gate, up and their product are rounded
+    ROWS: gl.constexpr,
+    PART: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTIPLYING_REGISTERS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
+):
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    x = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, ROWS // 2, DEPTH], weight_desc.layout)
+    weight = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 2 * PART, DEPTH], weight_desc.layout)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SCALES_LAYOUT)
+    weight_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], SCALES_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=129)  # 128 threads that copy rows, and one that announces the weights
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    source = (x_ptr, x_scales_ptr, weight_desc, weight_scales_ptr, x_row_stride, x_scale_stride)
+    plan = (pairs_ptr, tile_experts_ptr, num_tiles_ptr)
+    out = (out_ptr, out_scales_ptr, static_scale_ptr)
+    buffers = (x, weight, x_scales, weight_scales)
+    # The constants are named in the call itself: a variable would make numbers of a step of them.
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                gl.constexpr(0), source, plan, pair_weights_ptr, out, num_pairs, buffers, full, empty,
+                num_choices, num_experts, num_columns, depth, GATED, X_GROUPS, BLOCKS, DTYPE, STAGES,
+            )),
+            (_multiply, (
+                gl.constexpr(1), source, plan, pair_weights_ptr, out, num_pairs, buffers, full, empty,
+                num_choices, num_experts, num_columns, depth, GATED, X_GROUPS, BLOCKS, DTYPE, STAGES,
+            )),
+            (_fetch, (
+                source, plan, num_pairs, buffers, full, empty,
+                num_choices, num_experts, num_columns, depth, GATED, X_GROUPS, BLOCKS, STAGES,
+            )),
+        ],
+        [4, 4],
+        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+def grouped_product(x, weight, plan, pair_weights, out, is_gated, dtype, out_scales=None, static_scale=None):
+    """Multiply the rows of each expert's pairs by its rows of the weight, as the kernels of `triton_fp8.py` do.
+
+    x: QuantizedRows. is_gated: see `grouped_product` of `triton.py`; then out and out_scales are the values and scales
+    of activations. static_scale: of all activations; None: they have scales of their own.
+    """
+    num_experts, num_columns, depth = weight.values.shape
+    lines = [[num_experts * num_columns, depth], [depth, 1], [PART, DEPTH], WEIGHT_LAYOUT]
+    _hopper_fp8_experts_kernel[(num_multiprocessors(x.values.device),)](
+        x.values,
+        x.scales,
+        TensorDescriptor(weight.values, *lines),
+        weight.scales,
+        *plan.tensors,
+        pair_weights,
+        out,
+        out_scales,
+        static_scale,
+        x.values.stride(0),
+        x.scales.stride(0),
+        pair_weights.numel(),
+        num_choices=pair_weights.shape[1],
+        num_experts=num_experts,
+        num_columns=num_columns,
+        depth=depth,
+        GATED=is_gated,
+        X_GROUPS=x.scales.shape[1] > 1,
+        BLOCKS=weight.scales.dim() == 3,
+        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
+        ROWS=ROWS,
+        PART=PART,
+        DEPTH=DEPTH,
+        STAGES=GATE_UP_STAGES if is_gated else DOWN_STAGES,
+        MULTIPLYING_REGISTERS=MULTIPLYING_REGISTERS,
+        LOADING_REGISTERS=LOADING_REGISTERS,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+    )
+
+
+def serves(hidden_size: int, inner_size: int, row_stride: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes experts of these sizes, and rows so far apart: Triton's copies want multiples of 16."""
+    fits = hidden_size % 16 == 0 and inner_size % 16 == 0 and row_stride % 16 == 0
+    return fits and dtype in (torch.bfloat16, torch.float16)
