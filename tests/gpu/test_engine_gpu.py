@@ -440,6 +440,9 @@ def run_all_small_prefills(llm: LLM) -> list[list[RequestOutput]]:
         ("Qwen3MoeForCausalLM", {"quantization": "fp8"}),
         ("GptOssForCausalLM", {"dtype": "float32"}),  # in 16 bits a token may go to another expert
         ("Glm4MoeForCausalLM", {}),
+        ("Qwen3_5ForCausalLM", {}),
+        ("Qwen3_5MoeForCausalLM", {"dtype": "float32"}),
+        ("Qwen3NextForCausalLM", {"dtype": "float32"}),
     ],
 )
 def test_small_prefill_steps_are_the_same_in_graphs_and_without(
