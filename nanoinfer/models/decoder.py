@@ -117,7 +117,7 @@ class DecoderLinearAttention(GatedDeltaNet):
     def __init__(self, config: ModelConfig, index: int, is_interleaved: bool, tp: TensorParallel) -> None:
         assert config.linear_attention is not None, "the config says which layers have linear attention"
         super().__init__(config.hidden_size, config.rms_norm_eps, config.linear_attention, is_interleaved, tp)
-        self.index = index
+        self.index, self.heads_size = index, config.linear_attention.value_size // tp.size
 
     @property
     def o_proj(self) -> RowParallelLinear:
@@ -203,9 +203,18 @@ class DecoderLayer(Layer):
             of_mlp=self.post_feedforward_layernorm,
         )
 
+    @property
+    def attention_sizes(self) -> tuple[int, ...]:
+        """How many numbers of a token the mixer reads, by tensor, and how many it returns; see `Buffers`."""
+        mixer: Any = self.mixer
+        products = (mixer.in_proj_qkvz, mixer.in_proj_ba) if self.is_linear else (mixer.qkv_proj,)
+        return *(sum(product.local_sizes.values()) for product in products), mixer.heads_size
+
     @cached_property
     def ways(self) -> Set[Way]:
-        ways = frozenset() if self.is_linear or self.has_multipliers else self.spec.ways
+        ways = frozenset() if self.has_multipliers else self.spec.ways
+        if self.is_linear:
+            ways &= {Way.GRAPHS}
         for part in self.modules():
             if isinstance(part, ShardedLinear):
                 of_kinds = WAYS_OF_EXPERTS if isinstance(part, PackedExperts) else WAYS_OF_PRODUCTS

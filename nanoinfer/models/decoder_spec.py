@@ -30,6 +30,7 @@ SERVED_BY_ALL_WAYS = frozenset(
 # Those that may differ too where a way calls a layer's own norms and MLP: not `few_rows_layer.py`, and
 # `few_calls_layer.py` knows no norms after attention and MLP.
 SERVED_IN_PIECES = frozenset(("has_post_norms", "norm", "activation"))
+SERVED_IN_GRAPHS = SERVED_IN_PIECES | {"has_gates"}
 IN_PIECES = frozenset((Way.GRAPHS, Way.SLICES))
 # Which ways serve layers by how these multiply. A weight that is widened for each product would be widened for few
 # tokens, or once more for each slice; on a CPU that makes no difference.
@@ -90,10 +91,12 @@ class DecoderSpec:
         if self.norm not in SCALING_NORMS:
             return frozenset()
         differing = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        if differing <= SERVED_BY_ALL_WAYS:
+        differing -= SERVED_BY_ALL_WAYS
+        if not differing:
             return frozenset(Way)
-        ways = IN_PIECES if differing <= SERVED_BY_ALL_WAYS | SERVED_IN_PIECES else frozenset()
-        return ways if "has_post_norms" in differing or not ways else ways | {Way.FEW_CALLS}
+        if differing <= SERVED_IN_PIECES:
+            return IN_PIECES if "has_post_norms" in differing else IN_PIECES | {Way.FEW_CALLS}
+        return frozenset((Way.GRAPHS,)) if differing <= SERVED_IN_GRAPHS else frozenset()
 
     @property
     def needs_whole_sums(self) -> bool:

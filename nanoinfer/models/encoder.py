@@ -127,6 +127,12 @@ class EncoderLayer(Layer):
         self.attn_norm: Any = nn.Identity() if self.is_pre_norm and index == 0 else norm()
         self.mlp_norm = norm()
 
+    @property
+    def attention_sizes(self) -> tuple[int, int]:
+        """See `DecoderLayer`."""
+        sizes = self.self_attn.qkv_proj.local_sizes
+        return sum(sizes.values()), sizes["q"]
+
     def normalise_input(self, stream: ResidualStream) -> None:
         stream.normed = self.attn_norm(stream.residual) if self.is_pre_norm else stream.residual
 

@@ -12,6 +12,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -43,26 +45,35 @@ STEPS_BEFORE_CAPTURE = 3
 class Buffers(NamedTuple):
     """Holds the inputs and outputs of the pieces of a step, each (num_tokens, ...).
 
-    rows: the embeddings, and at last the result. qkv: queries, keys and values of a layer. heads: what its attention
-    returns.
+    rows: the embeddings, and at last the result. of_layers: what each layer's attention reads (queries, keys and values
+    in one tensor, or the two of linear attention) and, last, what it returns. Layers of the same sizes share theirs.
     """
 
     rows: Tensor
-    qkv: Tensor
-    heads: Tensor
+    of_layers: tuple[tuple[Tensor, ...], ...]
 
     @classmethod
     def of(cls, decoder: Decoder, num_tokens: int) -> "Buffers":
-        embeddings, local_sizes = decoder.embed_tokens.weight, decoder.layers[0].self_attn.qkv_proj.local_sizes
-        sizes = embeddings.shape[1], sum(local_sizes.values()), local_sizes["q"]
-        return cls(*(embeddings.new_empty(num_tokens, size) for size in sizes))
+        embeddings = decoder.embed_tokens.weight
+
+        @cache
+        def shared(*sizes: int) -> tuple[Tensor, ...]:
+            return tuple(embeddings.new_empty(num_tokens, size) for size in sizes)
+
+        [rows] = shared(embeddings.shape[1])
+        return cls(rows, tuple(shared(*layer.attention_sizes) for layer in decoder.layers))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.rows, *chain(*self.of_layers)]
 
     def first(self, num_tokens: int) -> "Buffers":
-        return Buffers(*(buffer[:num_tokens] for buffer in self))
+        of_layers = (tuple(buffer[:num_tokens] for buffer in buffers) for buffers in self.of_layers)
+        return Buffers(self.rows[:num_tokens], tuple(of_layers))
 
     def clear(self) -> None:
         """Fill with zeros, so that padding rows hold numbers from the first step on."""
-        for buffer in self:
+        for buffer in self.tensors:
             buffer.zero_()
 
 
@@ -72,11 +83,9 @@ def run_pieces(pieces: Iterator[None], buffers: Buffers, decoder: Decoder, step:
     buffers: of the step's own tokens; those of the pieces may go on with padding. The next step overwrites the result.
     """
     buffers.rows.copy_(decoder.embed(step))
-    for layer in decoder.layers:
+    for layer, (*projected, heads) in zip(decoder.layers, buffers.of_layers, strict=True):
         next(pieces)
-        heads = layer.attend(buffers.qkv, step)
-        buffers.heads.copy_(heads)
-        del heads
+        heads.copy_(layer.attend(projected if len(projected) > 1 else projected[0], step))
     next(pieces)
     return buffers.rows
 
@@ -108,12 +117,13 @@ def plain_pieces(decoder: Decoder, buffers: Buffers, row_mask: Tensor | None = N
     row_mask: see `ForwardStep`; for layers with experts.
     """
     stream = ResidualStream(buffers.rows)
-    for layer in decoder.layers:
+    for layer, (*projected, heads) in zip(decoder.layers, buffers.of_layers, strict=True):
         layer.normalise_input(stream)
-        qkv = layer.project(stream)
-        buffers.qkv.copy_(qkv if qkv.dim() == 2 else qkv.sum(0, dtype=torch.float32))
+        parts = layer.project(stream)
+        for buffer, part in zip(projected, parts if isinstance(parts, tuple) else (parts,), strict=True):
+            buffer.copy_(part if part.dim() == 2 else part.sum(0, dtype=torch.float32))
         yield
-        layer.add_attention(stream, buffers.heads)
+        layer.add_attention(stream, heads)
         layer.normalise_sum(stream)
         layer.add_mlp(stream, row_mask)
     buffers.rows.copy_(decoder.finish(stream))

@@ -440,6 +440,9 @@ def run_all_small_prefills(llm: LLM) -> list[list[RequestOutput]]:
         ("Qwen3MoeForCausalLM", {"quantization": "fp8"}),
         ("GptOssForCausalLM", {}),
         ("Glm4MoeForCausalLM", {}),
+        ("Qwen3_5ForCausalLM", {}),
+        ("Qwen3_5MoeForCausalLM", {"dtype": "float32"}),
+        ("Qwen3NextForCausalLM", {"dtype": "float32"}),
     ],
 )
 def test_small_prefill_steps_are_the_same_in_graphs_and_without(
@@ -495,8 +498,8 @@ def test_steps_whose_capture_fails_go_on_without_and_so_do_others(
     prompts, params = [[7, 5, 3] * 20], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     plain_pieces = prefill_graphs.plain_pieces
 
-    def fail_in_the_middle(decoder: Any, buffers: Any) -> Iterator[None]:
-        for index, _ in enumerate(plain_pieces(decoder, buffers)):
+    def fail_in_the_middle(*arguments: Any) -> Iterator[None]:
+        for index, _ in enumerate(plain_pieces(*arguments)):
             if torch.cuda.is_current_stream_capturing() and index == 1:
                 raise RuntimeError("the test says so")
             yield

@@ -116,7 +116,9 @@ def layer_of(spec: DecoderSpec, **traits: bool) -> Any:
         ({"norm": type("ANewNorm", (RMSNorm,), {})}, set()),
         ({"has_pre_norms": False, "has_post_norms": True}, set()),
         ({"has_parallel_block": True}, set()),
-        ({"has_gates": True}, set()),
+        ({"has_gates": True}, {Way.GRAPHS}),
+        ({"has_gates": True, "norm": GemmaRMSNorm}, {Way.GRAPHS}),
+        ({"has_gates": True, "has_parallel_block": True}, set()),
         ({"attention": type("ANewAttention", (DecoderAttention,), {})}, set()),
     ],
 )
@@ -162,7 +164,7 @@ def test_no_part_of_a_layer_leaves_its_sums_to_a_norm_that_cannot_reduce_them(no
     [
         ({"has_experts": True}, [ProductKind.PLAIN], PIECES),
         ({"has_multipliers": True}, [ProductKind.PLAIN], set()),
-        ({"is_linear": True}, [ProductKind.PLAIN], set()),
+        ({"is_linear": True}, [ProductKind.PLAIN], {Way.GRAPHS}),
         ({}, [ProductKind.PLAIN, ProductKind.PLAIN], {*Way}),
         ({}, [ProductKind.PLAIN, ProductKind.ROUNDED], PIECES),
         ({}, [ProductKind.PLAIN, ProductKind.WIDENED], {Way.FEW_CALLS}),
@@ -173,7 +175,8 @@ def test_experts_multipliers_and_products_keep_a_layer_off_the_ways_that_do_not_
 ) -> None:
     layer = layer_of(DecoderSpec(), **traits)
     for index, kind in enumerate(products):
-        part: Any = torch.nn.Module()
+        part: Any = ShardedLinear.__new__(ShardedLinear)
+        torch.nn.Module.__init__(part)
         part.quant_method = SimpleNamespace(kind=kind)
         layer.add_module(str(index), part)
     assert layer.ways == ways

@@ -10,26 +10,35 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoinfer.caches.kv_cache_layout import LayerPlace
 from nanoinfer.checkpoint.base_config import MoEConfig
 from nanoinfer.distributed.tensor_parallel import TensorParallel
+from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.experts import Experts
+from nanoinfer.layers.gated_delta_net import GatedDeltaNet
+from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models import execution, prefill_graphs
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Way
+from nanoinfer.models.native_config import read_native_config
 from nanoinfer.models.prefill_graphs import (
     STEPS_BEFORE_CAPTURE,
+    Buffers,
     DecoderPrefillGraphs,
     num_weights_of_a_token,
     padded_sizes,
 )
+from nanoinfer.models.qwen3_next import Qwen3NextForCausalLM
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, LATENT, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 NOT_PLAIN = (
     *("Cohere2ForCausalLM", "Exaone4ForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
     *("GraniteForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"),
 )
-WITHOUT_GRAPHS = (*HYBRIDS, *LATENT, *NOT_PLAIN)
+WITHOUT_GRAPHS = (*LATENT, *NOT_PLAIN)
+OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 20, "kvcache_block_size": 16, "max_model_len": 112}
+LENGTHS = (61, 1, 29, 40, 7, 16, 22, 5, 3)
 
 
 @pytest.fixture
@@ -55,7 +64,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         small, num_tokens = of_decoders[id(decoder)], len(step.token_ids)
         if small is None or not step.attention.is_prefill or num_tokens > 24:
             return forward(decoder, step)
-        for buffer in small.buffers:
+        for buffer in small.buffers.tensors:
             buffer[num_tokens:] = torch.nan  # what is padding reaches no token
         found.append((min(size for size in small.sizes if size >= num_tokens), False))
         return small(step)
@@ -73,11 +82,10 @@ def test_padded_pieces_give_the_tokens_of_whole_steps(
     architecture: str,
 ) -> None:
     """Prompts are cut into chunks, so that small steps also attend to what is in the cache."""
-    folder, prompts = checkpoint(architecture, 0), draw_prompts(0, (61, 1, 29, 40, 7, 16, 22, 5, 3))
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 20, "kvcache_block_size": 16, "max_model_len": 112}
-    expected = generate(folder, prompts, **options)
+    folder, prompts = checkpoint(architecture, 0), draw_prompts(0, LENGTHS)
+    expected = generate(folder, prompts, **OPTIONS)
     sizes = request.getfixturevalue("sizes")
-    assert generate(folder, prompts, **options) == expected
+    assert generate(folder, prompts, **OPTIONS) == expected
     if architecture in WITHOUT_GRAPHS:
         assert not sizes
         return
@@ -87,6 +95,40 @@ def test_padded_pieces_give_the_tokens_of_whole_steps(
         assert size == 24 or not any(ways[:STEPS_BEFORE_CAPTURE])
         assert all(ways[STEPS_BEFORE_CAPTURE:])
     assert any(in_graph for _, in_graph in sizes)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_padded_pieces_read_joined_products_as_whole_steps_do(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+) -> None:
+    monkeypatch.setattr(SparseMoE, "settle_weights", SparseMoE.join_shared_expert)
+    monkeypatch.setattr(GatedDeltaNet, "settle_weights", GatedDeltaNet.join_projections)
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    folder, prompts = checkpoint(architecture, 0, **heads, shared_expert_intermediate_size=24), draw_prompts(0, LENGTHS)
+    expected = generate(folder, prompts, **OPTIONS)
+    sizes = request.getfixturevalue("sizes")
+    assert generate(folder, prompts, **OPTIONS) == expected
+    assert any(in_graph for _, in_graph in sizes)
+
+
+def hybrid_of_80b() -> Decoder:
+    """Four layers of Qwen3-Next, without memory."""
+    raw = {"architectures": ["Qwen3NextForCausalLM"], "vocab_size": 1024, "num_hidden_layers": 4, "hidden_size": 2048}
+    config = read_native_config({**raw, "num_attention_heads": 16})
+    backends = AttentionBackends("auto", torch.device("cpu"), torch.float32, block_size=16, places=[LayerPlace()])
+    with torch.device("meta"):
+        return Decoder(config, Qwen3NextForCausalLM.spec, 16, backends, TensorParallel())
+
+
+def test_layers_of_one_kind_share_their_buffers() -> None:
+    rows, (first, second, third, attention) = Buffers.of(hybrid_of_80b(), num_tokens=8)
+    assert rows.shape == (8, 2048)
+    assert first is second is third
+    assert [buffer.shape for buffer in first] == [(8, 2 * 16 * 128 + 2 * 32 * 128), (8, 2 * 32), (8, 32 * 128)]
+    assert [buffer.shape for buffer in attention] == [(8, 2 * 16 * 256 + 2 * 2 * 256), (8, 16 * 256)]
 
 
 def layers_of(weights_of_a_layer: int) -> Any:
@@ -119,6 +161,18 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     attention.experts = experts
     assert num_weights_of_a_token(attention) == 18_900_000 + 8 * 3 * 768 * 2048
     assert padded_sizes([attention], only_pools=False)[-1] == 1024
+
+
+def test_an_expert_of_all_tokens_counts_once() -> None:
+    layers = hybrid_of_80b().layers
+    of_mlp = (10 + 1) * 3 * 512 * 2048 + (512 + 1) * 2048  # and the router with the gate
+    of_linear_attention = (12288 + 64 + 4096) * 2048
+    counted = num_weights_of_a_token(layers[0])
+    assert counted == pytest.approx(of_mlp + of_linear_attention, rel=1e-3)  # norms and convolution
+    layers[0].mlp.join_shared_expert()
+    layers[0].linear_attn.join_projections()
+    assert num_weights_of_a_token(layers[0]) == counted
+    assert padded_sizes(layers, only_pools=False)[-1] == 768
 
 
 def test_models_that_only_pool_have_larger_sizes() -> None:
@@ -185,12 +239,11 @@ def test_where_a_capture_fails_steps_go_on_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.zeros(10, 4)
-    attention = SimpleNamespace(qkv_proj=SimpleNamespace(local_sizes={"q": 4, "k": 4, "v": 4}))
     decoder: Any = SimpleNamespace(
         has_experts=False,
         embed_tokens=SimpleNamespace(weight=weight),
         embed=lambda step: weight[step.token_ids],
-        layers=[SimpleNamespace(self_attn=attention, attend=lambda qkv, _step: qkv[:, :4])],
+        layers=[SimpleNamespace(attention_sizes=(12, 4), attend=lambda qkv, _step: qkv[:, :4])],
     )
     captured = []
 

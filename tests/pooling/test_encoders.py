@@ -93,7 +93,7 @@ def test_padded_pieces_give_the_embeddings_of_whole_steps(encoder: Callable[[str
         assert small is not None
         small._has_failed = True
         runner.model_runner.state.buffers.prefill_graphs = PrefillGraphs(small)
-        for buffer in small.buffers:
+        for buffer in small.buffers.tensors:
             buffer.fill_(torch.nan)
         for ours, theirs in zip(embeddings(llm, PROMPTS), expected, strict=True):
             assert_close(ours, torch.from_numpy(theirs))
