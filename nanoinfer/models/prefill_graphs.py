@@ -68,8 +68,11 @@ class Buffers(NamedTuple):
         return [self.rows, *chain(*self.of_layers)]
 
     def first(self, num_tokens: int) -> "Buffers":
-        of_layers = (tuple(buffer[:num_tokens] for buffer in buffers) for buffers in self.of_layers)
-        return Buffers(self.rows[:num_tokens], tuple(of_layers))
+        @cache  # layers share them
+        def first_of(buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(buffer[:num_tokens] for buffer in buffers)
+
+        return Buffers(self.rows[:num_tokens], tuple(map(first_of, self.of_layers)))
 
     def clear(self) -> None:
         """Fill with zeros, so that padding rows hold numbers from the first step on."""

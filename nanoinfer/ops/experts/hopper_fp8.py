@@ -152,7 +152,7 @@ def _multiply(
     num_groups: gl.constexpr = (depth + width - 1) // width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     of_both: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * part, 32])
-    HAS_PARTS: gl.constexpr = X_GROUPS or BLOCKS  # whether sums of 128 inputs have scales of their own
+    has_parts: gl.constexpr = X_GROUPS or BLOCKS  # whether sums of 128 inputs have scales of their own
     zeros = gl.zeros([half_rows, part], gl.float32, layout)
     row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
     part_column = gl.arange(0, part, gl.SliceLayout(0, layout))
@@ -166,7 +166,7 @@ def _multiply(
         has_pairs = gl.load(its_pairs_ptr) < num_pairs
         pair = gl.load(its_pairs_ptr + row)
         is_pair = pair < num_pairs
-        if HAS_PARTS:
+        if has_parts:
             first, second = zeros, zeros
         else:
             both = gl.zeros([half_rows, 2 * part], gl.float32, of_both)
@@ -177,7 +177,7 @@ def _multiply(
                     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                     fence_async_shared()  # the rows were not copied in bulk
                     rows = x.index(2 * stage + half)
-                    if HAS_PARTS:
+                    if has_parts:
                         first_scale = gl.full([half_rows], 1.0, gl.float32, gl.SliceLayout(1, layout))
                         if X_GROUPS:
                             its_scales = x_scales.index(stage).slice(half * half_rows, half_rows)
@@ -203,7 +203,7 @@ def _multiply(
                         if step > 0:  # the product before this one is done
                             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
                     count += 1
-                if not HAS_PARTS:
+                if not has_parts:
                     both = warpgroup_mma_wait(0, deps=[both])
                     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
             else:
@@ -212,7 +212,7 @@ def _multiply(
                     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                     mbarrier.arrive(empty.index(stage), count=1)
                     count += 1
-        if not HAS_PARTS:
+        if not has_parts:
             first, second = both_halves(both, layout)
         first_column = block * (part if GATED else 2 * part)
         column = first_column + part_column
