@@ -229,7 +229,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         serials, (end, num_last) = seq.prefix_serials, divmod(num_computed, self.block_size)
-        parent: Parent = serials[-1] if serials else seq.root
+        parent: Parent = serials[-1] if serials else seq.prefix_root
         for index in range(len(serials), end):
             entry = self.pool.find(seq, index, parent)
             if entry is None:

@@ -22,7 +22,7 @@ MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 Column = tuple[int, ...]  # the pages of a block of text, one in each table of a group
 Columns = tuple[Column | None, ...]  # by group with block tables; None where a group has lost its pages
-Parent = int | tuple[Hashable]  # what a block comes after: the serial number of an entry, or `Sequence.root`
+Parent = int | tuple[Hashable]  # what a block comes after: the serial number of an entry, or `Sequence.prefix_root`
 
 
 @dataclass(slots=True, eq=False)
