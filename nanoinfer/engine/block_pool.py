@@ -133,6 +133,17 @@ class BlockPool:
         tokens = seq.token_ids[start : min(start + self.block_size, seq.max_cached_tokens)].tobytes()
         return entries[-1].serial if entries else seq.prefix_root, tokens
 
+    def find_copy(self, seq: Sequence, entries: list[CacheEntry]) -> tuple[CacheEntry | None, int, int]:
+        """Return the entry that begins like the block after these entries of `seq`, and how many of its tokens to copy.
+
+        The entry is None if these are too few. The last number says how many more tokens can be copied from the next
+        step on, since that comes after what this step computes.
+        """
+        parent, tokens = self.after(seq, entries)
+        source, num_common = self.copies.find(parent, tokens)
+        num_later = self.copies.num_found_later(parent, tokens, num_common)
+        return source, num_common if source else 0, num_later
+
     def find(self, seq: Sequence, index: int, parent: Parent) -> CacheEntry | None:
         """Return the entry of block `index` of `seq`, if the block before it has this parent's entry."""
         hashes = seq.prefix_hashes
