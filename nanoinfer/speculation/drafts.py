@@ -134,12 +134,16 @@ class TextDrafts:
         end = min(end, position + len(source) - place)
         while position < end and source[place] == tokens[position]:
             place, position = place + 1, position + 1
-        if num_equal := position - first:
-            self._places, self._has_missed = [place], False
-            self._num_matched += num_equal
-            self.num_equal += num_equal
-            self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
+        if position > first:
+            self._advance([place], position - first)
         return position
+
+    def _advance(self, places: list[int], num_equal: int) -> None:
+        """Move the pointer to these places, since the text had `num_equal` more tokens of the source."""
+        self._places, self._has_missed = places, False
+        self._num_matched += num_equal
+        self.num_equal += num_equal
+        self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
 
     def catch_up(self) -> None:
         """Add the newest tokens of the text to its index, so that lookups find them."""
@@ -184,11 +188,8 @@ class TextDrafts:
         """Take in the expected tokens, which have been appended to the text; return the draft after them."""
         count = len(ahead.expected)
         self._num_followed += count
-        self._places, self._has_missed = [self._places[0] + count], False
-        self._num_matched += count
-        self.num_equal += count
+        self._advance([self._places[0] + count], count)
         self.num_before = self.num_equal
-        self._num_trusted = min(self._num_trusted + count, self._max_match)
         return ahead.token_ids
 
     def _draft_from_few(self, most: int) -> list[int]:
@@ -213,10 +214,7 @@ class TextDrafts:
         token_id = tokens[position]
         end = position if source is tokens else len(source)  # the text itself is a source as far as it came before
         if goes_on := [place + 1 for place in places if place < end and source[place] == token_id]:
-            self._places, self._has_missed = goes_on, False
-            self._num_matched += 1
-            self.num_equal += 1
-            self._num_trusted = min(self._num_trusted + 1, self._max_match)
+            self._advance(goes_on, 1)
             return
         place, missed_before = places[0], self._has_missed
         self._has_missed = False
