@@ -114,7 +114,7 @@ class PassedOver:
     take neither the rows nor the blocks that they will need. max_prompts: how many may stay.
     """
 
-    def __init__(self, max_prompts: int) -> None:
+    def __init__(self, max_prompts: int = MAX_PASSED_OVER) -> None:
         self.max_prompts = max_prompts
         self.seqs: list[Sequence] = []
         self.num_saved = 0  # tokens that the next step finds, of all of them together
