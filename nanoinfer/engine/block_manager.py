@@ -67,7 +67,7 @@ class BlockManager:
         self.pool = BlockPool(
             num_blocks,
             block_size,
-            first_block=int(has_windows),
+            first_block=has_windows,
             first_holds_all=self.keeps_all,
             hash_function=hash_function,
             min_copied_tokens=1 if num_states else min_copied_tokens,

@@ -141,8 +141,7 @@ class BlockPool:
         """
         parent, tokens = self.after(seq, entries)
         source, num_common = self.copies.find(parent, tokens)
-        num_later = self.copies.num_found_later(parent, tokens, num_common)
-        return source, num_common if source else 0, num_later
+        return source, num_common if source else 0, self.copies.num_found_later(parent, tokens, num_common)
 
     def find(self, seq: Sequence, index: int, parent: Parent) -> CacheEntry | None:
         """Return the entry of block `index` of `seq`, if the block before it has this parent's entry."""
