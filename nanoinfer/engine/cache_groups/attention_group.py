@@ -1,9 +1,9 @@
 """Gives sequences pages for keys and values: those of all tokens, or of the tokens that a window reaches.
 
-A group has one block table, or several in which a block of text has a page each: a column. A sequence is given the
-pages of all its known tokens when it is admitted, in a group that keeps all, and in a group with a window those of the
-next chunk. There it gives back what its window has left, and the entries of its table then point to page 0, which is
-never handed out.
+Most models have one group, which keeps all tokens and has one block table. Each block of text then has one page. A
+group with several tables has a page for it in each of them: a column. A sequence is given the pages of all its known
+tokens when it is admitted. In a group with a window it is given those of the next chunk instead. There it gives back
+what its window has left, and the entries of its table then point to page 0, which is never handed out.
 
 A cached prefix needs the pages that the window before its end reaches. Once given back, these stay cached; if they are
 handed out again, shorter prefixes are found.
