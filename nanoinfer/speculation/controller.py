@@ -151,6 +151,10 @@ class Controller:
         """Return the size of a step that promises the most tokens a second; None if nothing should be proposed.
 
         has_waited: whether the step has waited already, so that it would not be a plain step without proposals either.
+
+        For example, 16 rows run, and a size has 32 lines and 8 proposals that are expected to be right. Then the step
+        makes 1 + 8 / 16 = 1.5 tokens a row. If it takes 1.25 times as long as a plain step, it makes 1.2 times as many
+        tokens a second. That is above MIN_GAIN, so it is chosen unless another size promises more.
         """
         if not sizes or num_rows == 0 or self.plain_seconds(num_rows) is None:
             return None
