@@ -246,9 +246,9 @@ def measure_replicas(load: Load, num_replicas: int = 8) -> dict[str, float]:
     for connection, _ in pipes:
         connection.recv()  # the stubs are ready
     inbox, before = Inbox(), process_time()
-    to = Recipient(inbox.outputs)
+    recipient = Recipient(inbox.outputs)
     for request_id, request in zip(engine.reserved_ids.reserve(len(requests)), requests, strict=True):
-        engine.add_request(request_id, request, to)
+        engine.add_request(request_id, request, recipient)
         inbox.request_ids.add(request_id)
     queued = process_time()
     while not inbox.is_complete:

@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             figures["first"] = time_reading(llm, timed, "at first", floor["seconds"])
             # What was read last is still in the cache.
             num_blocks = ceil_div(len(prompt), llm.engine.config.kvcache_block_size) + 1
-            again = timed[-max(1, llm.get_metrics().num_blocks // (2 * num_blocks)) :]
-            figures["again"] = time_reading(llm, again, "again")
+            still_cached = timed[-max(1, llm.get_metrics().num_blocks // (2 * num_blocks)) :]
+            figures["again"] = time_reading(llm, still_cached, "again")
             figures["gpu"] = watch(llm, watched, folder) if watched else None
     return {**figures, **describe_machine(device)}
 

@@ -1,10 +1,15 @@
 """Says which layers with attention share a block table, and what a page of the pool holds for each table.
 
-Layers that remember the same tokens, all or those of one window, are a cache group. The block manager gets a record of
-each group (`cache_specs`), and knows neither layers nor bytes. All tables take blocks from one pool, where a page is
-the memory of a block, so their pages have equal bytes. A page holds as many layers as attend to all tokens, and these
-have one table. A group of more layers has several tables; its last may leave a part of its pages empty. Where a table
-for each group does not pay, all layers share one, whose blocks keep all tokens.
+In most models all layers attend to all tokens. They share one table, and a page holds a block of tokens for all layers.
+
+In other models, layers that remember the same tokens, all or those of one window, are a cache group. The block manager
+gets a record of each group (`cache_specs`), and knows neither layers nor bytes. All tables take blocks from one pool,
+where a page is the memory of a block, so their pages have equal bytes. A page holds as many layers as attend to all
+tokens, and these have one table. A group of more layers has several tables; its last may leave a part of its pages
+empty. Where a table for each group does not pay, all layers share one, whose blocks keep all tokens.
+
+For example, 10 layers of Gemma 3 27B attend to all tokens, and 52 have a window. So a page holds 10 layers. The first
+group has one table, and the second has six: five for 10 layers each, and one for the other 2.
 """
 
 from collections.abc import Sequence

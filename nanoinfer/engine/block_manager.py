@@ -1,13 +1,21 @@
 """Gives the blocks of the paged KV cache to sequences, and finds cached prefixes in them. It never touches the device.
 
-What layers remember of a sequence is the business of cache groups (`cache_groups/`): keys and values of all tokens, or
-of a window, or a recurrent state. Most models have one group, of all tokens. The groups share a pool of blocks and a
-chain of verified entries (`block_pool.py`), and the block manager asks each of them. A prefix is found where all groups
-remember it. Where a prompt parts from a cached text within a block, the tokens before that are copied.
+In most models all layers attend to all tokens. Such a model has one cache group with one block table. Read this file
+for that case first, where `_windows` is empty and `state_group` is None. The scheduler takes a sequence through
 
-A freed block keeps its contents and its entry until it is handed out again, which evicts the entry. Blocks without an
-entry are handed out first, then the least recently used. Within a sequence the tail is evicted before the head, because
-a shared prefix is the part worth keeping.
+1. `find_cached_prefix`: the longest prefix hit, as full blocks that it can share. Where the prompt parts from a cached
+   text within a block, the tokens before that can be copied to a block of its own.
+2. `allocate`: holds the blocks of the hit, and takes free blocks for all other tokens of the prompt.
+3. `cache_blocks`: makes an entry in the prefix cache (`block_pool.py`) for each block that is full. At the end of a
+   prompt or an answer, a last block that is not full gets one too, so that others can copy from it.
+4. `extend`: takes the next block when the last one is full. `make_room` says before that whether enough are free.
+5. `free`: gives all blocks back. A freed block keeps its contents and its entry until it is handed out again, which
+   evicts the entry. Blocks without an entry are handed out first, then the least recently used. Within a sequence the
+   tail is evicted before the head, because a shared prefix is the part worth keeping.
+
+Other models have several cache groups (`cache_groups/`): of layers that attend to all tokens, to a window, or that keep
+a recurrent state. Groups may have several block tables. Then a block of tokens has a page of the pool in each table,
+and one entry for all of them. The block manager asks each group, and a hit is what all groups remember.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,16 +24,10 @@ from itertools import chain
 import xxhash
 
 from nanoinfer.engine.block_pool import BlockPool
-from nanoinfer.engine.cache_groups.attention_group import AttentionGroup, SlidingWindowGroup
+from nanoinfer.engine.cache_groups.attention_group import SlidingWindowGroup, attention_groups
 from nanoinfer.engine.cache_groups.cache_group import CacheGroup, Hit
 from nanoinfer.engine.cache_groups.partial_hits import MIN_COPIED_TOKENS, Columns, Parent
-from nanoinfer.engine.cache_groups.specs import (
-    CacheGroupSpec,
-    FullAttentionSpec,
-    RecurrentStateSpec,
-    num_snapshots,
-    num_tables,
-)
+from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, num_snapshots, num_tables
 from nanoinfer.engine.cache_groups.state_group import StateGroup
 from nanoinfer.engine.scheduled_batch import BlockCopy, ScheduledBatch, StateCopy
 from nanoinfer.engine.sequence import Sequence
@@ -37,10 +39,10 @@ class BlockManager:
     `prefix_hashes` of a Sequence outlive `free`, so that no block is hashed twice. `allocate` sets its
     `num_computed_tokens` to the length of the cached prefix, `free` to 0; in between, the scheduler advances it.
 
-    num_blocks: blocks in the pool. block_size: tokens in a block. specs: of the cache groups. max_num_seqs: rows of a
-    table on the device, without the spare one. max_chunk_tokens: the most tokens of a chunk. hash_function: bytes to an
-    unsigned 64-bit integer. min_copied_tokens: if a prompt has fewer tokens in common with a cached block, they are
-    computed again.
+    num_blocks: blocks in the pool. block_size: tokens in a block. specs: of the cache groups; by default there is one,
+    of all tokens. max_num_seqs: rows of a table on the device, without the spare one. max_chunk_tokens: the most tokens
+    of a chunk. hash_function: bytes to an unsigned 64-bit integer. min_copied_tokens: if a prompt has fewer tokens in
+    common with a cached block, they are computed again.
     """
 
     def __init__(
@@ -57,8 +59,7 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        tables = [spec for spec in specs if not isinstance(spec, RecurrentStateSpec)]
-        has_windows = any(spec.window for spec in tables)
+        has_windows = any(spec.window for spec in specs)
         self.num_blocks = num_blocks - has_windows  # with windows, cleared table entries point to page 0
         self.num_tables = num_tables(specs)
         self.keeps_all = isinstance(specs[0], FullAttentionSpec)  # whether `block_table` has the blocks of all tokens
@@ -66,30 +67,22 @@ class BlockManager:
         self.pool = BlockPool(
             num_blocks,
             block_size,
-            first_block=int(has_windows),
+            first_block=has_windows,
             first_holds_all=self.keeps_all,
             hash_function=hash_function,
             min_copied_tokens=1 if num_states else min_copied_tokens,
         )
         self._holding: set[Sequence] = set()
-        self.attention: list[AttentionGroup] = []
-        first, num_rows = 0, max_num_seqs + 1
-        for index, spec in enumerate(tables):
-            offsets = range(first, first + spec.num_tables * num_rows, num_rows)
-            first = offsets.stop
-            if spec.window is None:
-                self.attention.append(AttentionGroup(self.pool, index, offsets))
-            else:
-                self.attention.append(SlidingWindowGroup(self.pool, index, offsets, spec, max_chunk_tokens))
-        self._windows = [group for group in self.attention if isinstance(group, SlidingWindowGroup)]
-        self._num_full_tables = self.num_tables - sum(group.num_tables for group in self._windows)
+        self.attention = attention_groups(self.pool, specs, max_num_seqs + 1, max_chunk_tokens)
         self.groups: list[CacheGroup] = [*self.attention]
+        self._windows = [group for group in self.attention if isinstance(group, SlidingWindowGroup)]
+        self._num_full_tables = specs[0].num_tables if self.keeps_all else 0
         self.state_group: StateGroup | None = None
         if num_states:
-            self.state_group = StateGroup(self.pool, max_num_seqs, num_states, copies_blocks=bool(tables))
+            self.state_group = StateGroup(self.pool, max_num_seqs, num_states, copies_blocks=bool(self.attention))
             self.groups.append(self.state_group)
             self.pool.forget = self.state_group.snapshots.drop_children
-        self._trimming = [group for group in self.groups if group not in self.attention or group in self._windows]
+        self._trimming = [*self._windows, *self.groups[len(self.attention) :]]  # which may shorten a hit
 
     @property
     def num_free_blocks(self) -> int:
@@ -136,14 +129,10 @@ class BlockManager:
         if self.enable_prefix_caching:
             hit.entries = self.pool.find_chain(seq)
             # A hit that one group has shortened may be too long for another, so ask until none shortens it.
-            while self._trimming and any(group.trim(seq, hit) for group in self._trimming):
+            while any(group.trim(seq, hit) for group in self._trimming):
                 pass
             if self.state_group is None:
-                parent, tokens = self.pool.after(seq, hit.entries)
-                hit.source, num_common = self.pool.copies.find(parent, tokens)
-                hit.num_copied = num_common if hit.source else 0
-                # From the next step on, what this step computes can be copied, too.
-                hit.num_later = self.pool.copies.num_found_later(parent, tokens, num_common)
+                hit.source, hit.num_copied, hit.num_later = self.pool.find_copy(seq, hit.entries)
             else:
                 if hit.source and self._max_blocks(seq.num_tokens) + self.num_tables > self.num_blocks:
                     # The sequence may need all blocks itself, and then none can be held to copy from.
@@ -229,7 +218,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         serials, (end, num_last) = seq.prefix_serials, divmod(num_computed, self.block_size)
-        parent: Parent = serials[-1] if serials else seq.root
+        parent: Parent = serials[-1] if serials else seq.prefix_root
         for index in range(len(serials), end):
             entry = self.pool.find(seq, index, parent)
             if entry is None:

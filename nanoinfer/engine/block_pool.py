@@ -121,7 +121,7 @@ class BlockPool:
         """Return the entries of the first blocks of `seq`, as far as it may take them from the cache."""
         found: list[CacheEntry] = []
         for index in range(seq.max_cached_tokens // self.block_size):
-            entry = self.find(seq, index, found[-1].serial if found else seq.root)
+            entry = self.find(seq, index, found[-1].serial if found else seq.prefix_root)
             if entry is None:
                 break
             found.append(entry)
@@ -131,7 +131,17 @@ class BlockPool:
         """Return the parent of the block after these entries of `seq`, and its tokens that may come from the cache."""
         start = len(entries) * self.block_size
         tokens = seq.token_ids[start : min(start + self.block_size, seq.max_cached_tokens)].tobytes()
-        return entries[-1].serial if entries else seq.root, tokens
+        return entries[-1].serial if entries else seq.prefix_root, tokens
+
+    def find_copy(self, seq: Sequence, entries: list[CacheEntry]) -> tuple[CacheEntry | None, int, int]:
+        """Return the entry that begins like the block after these entries of `seq`, and how many of its tokens to copy.
+
+        The entry is None if these are too few. The last number says how many more tokens can be copied from the next
+        step on, since that comes after what this step computes.
+        """
+        parent, tokens = self.after(seq, entries)
+        source, num_common = self.copies.find(parent, tokens)
+        return source, num_common if source else 0, self.copies.num_found_later(parent, tokens, num_common)
 
     def find(self, seq: Sequence, index: int, parent: Parent) -> CacheEntry | None:
         """Return the entry of block `index` of `seq`, if the block before it has this parent's entry."""

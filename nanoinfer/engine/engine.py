@@ -98,7 +98,7 @@ class EventSource(Protocol):
 class Steps(Protocol):
     """Takes requests and runs them in steps: an Engine, or PoolingSteps, which use its runner."""
 
-    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None: ...
+    def add_request(self, request_id: int, prepared: PreparedRequest, recipient: Recipient) -> None: ...
 
     def step(self) -> None: ...
 
@@ -123,29 +123,30 @@ class Engine(ABC):
 
     # -------- Requests ------------------------------------------------------------------------------------------------
 
-    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+    def add_request(self, request_id: int, prepared: PreparedRequest, recipient: Recipient) -> None:
         """Queue a request under a reserved id, which seeds its draws; a request with an error ends at once."""
         if prepared.error is None:
-            self._requests[request_id] = self._queue(request_id, prepared, to)
+            self._requests[request_id] = self._queue(request_id, prepared, recipient)
         else:
-            self._refuse(request_id, prepared, to)
+            self._refuse(request_id, prepared, recipient)
         for action in self.reserved_ids.take(request_id):
             self._pending_actions.append((action, request_id))
 
     @abstractmethod
-    def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Any:
+    def _queue(self, request_id: int, prepared: PreparedRequest, recipient: Recipient) -> Any:
         """Queue a request, and return what the engine keeps of it until it is handed over."""
 
     def _refuse(
-        self, request_id: int, prepared: PreparedRequest, to: Recipient, ended_samples: Collection[int] = ()
+        self, request_id: int, prepared: PreparedRequest, recipient: Recipient, ended_samples: Collection[int] = ()
     ) -> None:
         """End a request and its stream with its error. ended_samples: samples whose last chunk has been sent."""
-        if to.chunks is not None:
+        if recipient.chunks is not None:
             for sample in range(prepared.sampling_params.n):
                 if sample not in ended_samples:
-                    chunk = StreamChunk(request_id - to.first_id, "", [], "error", sample, request_id=request_id)
-                    to.chunks.append(chunk)
-        to.outputs.append(prepared.refusal(request_id))  # last: a stream whose outputs are there has all its chunks
+                    chunk = StreamChunk(request_id - recipient.first_id, "", [], "error", sample, request_id=request_id)
+                    recipient.chunks.append(chunk)
+        # The output comes last: a stream whose outputs are there has all its chunks.
+        recipient.outputs.append(prepared.refusal(request_id))
 
     def act_later(self, action: Action, request_ids: Iterable[int]) -> None:
         """Have the next step begin with this action on what is unfinished of these requests.

@@ -150,11 +150,11 @@ class Runner(Protocol):
         """Start to copy the experts of positions [start, end) of the sequence with these blocks; `to_array` waits."""
 
     def hold_image(
-        self, image_id: int, token_ids: abc.Sequence[int], tensors: abc.Mapping[str, Any], again: Any = None
+        self, image_id: int, token_ids: abc.Sequence[int], tensors: abc.Mapping[str, Any], make_tensors: Any = None
     ) -> None:
         """Keep an image that packets will name by this id: what stands in its place, and a model's inputs for it.
 
-        again: makes the inputs once more, so that they may be let go; None where nothing can.
+        make_tensors: makes the inputs once more, so that they may be let go; None where nothing can.
         """
 
     def drop_images(self, image_ids: abc.Sequence[int]) -> None:

@@ -98,11 +98,12 @@ class LLMEngine(Engine):
         self._requests: dict[int, Request] = {}
         self._watched: dict[int, Completion] = {}  # by seq_id: samples that `_watch` looks at after each token
 
-    def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
+    def _queue(self, request_id: int, prepared: PreparedRequest, recipient: Recipient) -> Request:
         """Have the scheduler queue the samples of a request."""
         params, states = prepared.sampling_params, prepared.hidden_states_request
         new_logprobs: Any = FlatLogprobs if params.flat_logprobs else list
-        request = Request(request_id, prepared.prompt, [], to, PromptLogprobs.of(prepared, self.tokenizer), states)
+        prompt_logprobs = PromptLogprobs.of(prepared, self.tokenizer)
+        request = Request(request_id, prepared.prompt, [], recipient, prompt_logprobs, states)
         for sample in range(params.n):
             seq = Sequence(
                 seq_id=self._num_sequences,
@@ -118,12 +119,12 @@ class LLMEngine(Engine):
             )
             seq.constraint = prepared.constraint.start(prepared.token_ids) if prepared.constraint else None
             self._num_sequences += 1
-            request.completions.append(Completion(seq, self.tokenizer, to, new_logprobs()))
+            request.completions.append(Completion(seq, self.tokenizer, recipient, new_logprobs()))
         first = request.completions[0].seq  # it alone returns the prompt's log-probabilities and states
         first.hidden_states_request, first.prompt_logprobs_start = states, prepared.first_prompt_logprob
         for completion in request.completions:
             self.scheduler.add(completion.seq)
-            self.scheduler.listener.arrived(completion.seq, to.arrival_time)
+            self.scheduler.listener.arrived(completion.seq, recipient.arrival_time)
         return request
 
     def _step(self) -> None:
@@ -141,13 +142,13 @@ class LLMEngine(Engine):
             if self._launches_early and not self._in_flight:
                 self._launch()  # rows are free now: the device computes while outputs are made
         finally:
-            self._hand_over()
+            self._finish_requests()
 
     def _settle(self) -> None:
         self._apply_actions()
-        self._hand_over()
+        self._finish_requests()
 
-    def _hand_over(self) -> None:
+    def _finish_requests(self) -> None:
         """Finish the samples whose sequences have ended, and each request with its last sample."""
         while self._finished:  # one at a time, so that an error in one loses no other
             seq = self._finished[0]
@@ -157,7 +158,7 @@ class LLMEngine(Engine):
             if error := completion.finish().error:
                 logger.warning("request %d ends in an error: %s", seq.request_id, error)
             if (output := request.output()) is not None:
-                request.to.outputs.append(output)
+                request.recipient.outputs.append(output)
                 del self._requests[seq.request_id]  # only now: a request without an output is unfinished
             self.scheduler.listener.finished(self._finished.popleft())
 
@@ -295,7 +296,7 @@ class LLMEngine(Engine):
         self._last_collected = now
 
     def _note_finished(self, finished: list[Sequence]) -> None:
-        """Queue sequences that have just finished, for `_hand_over`."""
+        """Queue sequences that have just finished, for `_finish_requests`."""
         self._finished += finished
         if self._routed_experts is not None:
             self._routed_experts.read(self._requests, finished)

@@ -5,6 +5,18 @@ sections: what is uploaded to the device, and what only the hosts of all ranks r
 told. A running sequence owns one row of the tables in `runner/step_tables.py`, and a packet carries only what is new:
 rows given to admitted sequences, blocks that were allocated, the prompt chunks to compute, the rows to decode.
 
+With blocks of 4 tokens, a greedy request with the prompt 11 to 15 and seed 42 takes these packets, one section a line:
+
+    5 1 2 0 20  1 5 2 0 1 0 0 0 0 0 0   header: 5 tokens, 1 sample, 2 blocks, no masks, 20 numbers uploaded; counts
+    3 5 5 0 42 0                        row_records: row 3, 5 known tokens, all of the prompt, temperature 0, seed
+    11 12 13 14 15                      known_tokens
+    3 0 6  3 1 7                        new_blocks: the block table of row 3 begins with blocks 6 and 7
+    3 0 5                               chunks: compute 5 tokens of row 3, from token 0
+
+    0 0 0 0 3  0 0 0 0 0 1 0 0 0 0 0    header of a decode step; one record in the sixth section, which is decode_rows
+    3 0 0                               decode_rows: row 3, without prefix sharers
+
+With several ranks, rank 0 writes the packet into shared memory; each rank copies the uploaded part to its device.
 A section's records are a NamedTuple. `section` makes a NumPy dtype of it, so that host and device find columns by the
 names of its fields.
 """

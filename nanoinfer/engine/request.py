@@ -28,7 +28,7 @@ class Completion:
 
     seq: Sequence
     tokenizer: Tokenizer | None
-    to: Recipient
+    recipient: Recipient
     logprobs: list[TokenLogprobs] | FlatLogprobs  # empty unless they are asked for
     num_read: int = 0  # how many tokens of the completion are in the text and in the stream
     output: CompletionOutput | None = None  # set once the sample has finished
@@ -46,7 +46,7 @@ class Completion:
     @property
     def is_followed(self) -> bool:
         """Return whether the text matters before the completion has finished."""
-        return self.to.chunks is not None or bool(self.seq.sampling_params.stop)
+        return self.recipient.chunks is not None or bool(self.seq.sampling_params.stop)
 
     def advance(self) -> bool:
         """Read the tokens collected since the last time; return whether a stop string is complete."""
@@ -117,13 +117,13 @@ class Completion:
     def _stream(self, token_ids: list[int], finish_reason: str | None) -> None:
         """Count these tokens as read, and send them to the stream, if there is one."""
         start, self.num_read = self.num_read, self.num_read + len(token_ids)
-        if self.to.chunks is not None:
+        if self.recipient.chunks is not None:
             seq, text = self.seq, self.text().take()
             wanted = seq.sampling_params.num_logprobs is not None
             logprobs: Any = self.logprobs[start : self.num_read] if wanted else None
-            index = seq.request_id - self.to.first_id
+            index = seq.request_id - self.recipient.first_id
             chunk = StreamChunk(index, text, token_ids, finish_reason, seq.sample, logprobs, request_id=seq.request_id)
-            self.to.chunks.append(chunk)
+            self.recipient.chunks.append(chunk)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +133,7 @@ class Request:
     request_id: int
     prompt: str | None  # None if it was given as token ids
     completions: list[Completion]  # its samples
-    to: Recipient
+    recipient: Recipient
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states_request: HiddenStatesRequest | None = None
 
@@ -150,7 +150,7 @@ class Request:
             prompt_token_ids=first.seq.prompt_token_ids,
             num_cached_tokens=first.seq.num_cached_tokens or 0,
             outputs=outputs,
-            metrics=RequestMetrics.of(self.to.arrival_time, first.start_time, first.first_token_time, num_later),
+            metrics=RequestMetrics.of(self.recipient.arrival_time, first.start_time, first.first_token_time, num_later),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.for_user(),
         )
         wanted = self.hidden_states_request

@@ -110,10 +110,11 @@ class RequestQueue:
         self.engine.guard.check()
         with self.lock, postponed_interrupt():
             ids = reserved.reserve(len(requests)) if request_ids is None else request_ids
-            to = Recipient(inbox.outputs, inbox.chunks if inbox.is_stream else None, first_id=min(ids, default=0))
+            chunks = inbox.chunks if inbox.is_stream else None
+            recipient = Recipient(inbox.outputs, chunks, first_id=min(ids, default=0))
             try:
                 for request, request_id in zip(requests, ids, strict=True):
-                    self._steps.add_request(request_id, request, to)
+                    self._steps.add_request(request_id, request, recipient)
                     inbox.request_ids.add(request_id)
             finally:
                 reserved.release({*ids} - inbox.request_ids)  # those that an error kept from being queued

@@ -25,12 +25,7 @@ from operator import attrgetter
 
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.cache_group import Hit
-from nanoinfer.engine.cache_groups.partial_hits import (
-    MAX_PASSED_OVER,
-    MIN_AWAITED_IN_ALL,
-    MIN_AWAITED_TOKENS,
-    PassedOver,
-)
+from nanoinfer.engine.cache_groups.partial_hits import MIN_AWAITED_IN_ALL, MIN_AWAITED_TOKENS, PassedOver
 from nanoinfer.engine.interfaces import SILENT, Listener
 from nanoinfer.engine.prefix_sharers import SharerFinder
 from nanoinfer.engine.proposer import Proposer, add_proposals
@@ -284,7 +279,7 @@ class Scheduler:
                 budget -= self._add_chunk(batch, seq, budget)
         if not (batch.prefill or self._worth_admitting()):
             return batch, False
-        passed_over = PassedOver(MAX_PASSED_OVER)
+        passed_over = PassedOver()
         budget = self._admit(batch, budget, passed_over)
         # Waiting would save too little to leave room in the step: admit prompts without passing over any.
         if budget > 0 and 0 < passed_over.num_saved < self.min_awaited_in_all:

@@ -68,7 +68,7 @@ class Sequence:
         self.token_ids = array("i", self.prompt_token_ids if packed_ids is None else packed_ids)
 
     @property
-    def root(self) -> tuple[Hashable]:
+    def prefix_root(self) -> tuple[Hashable]:
         """The parent of its first block in the prefix cache, where other blocks have an entry's serial."""
         return (self.identity,)
 

@@ -150,7 +150,7 @@ class ParallelRunner:
             barrier(self._runner)
 
     def hold_image(
-        self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Any], _again: Any = None
+        self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Any], _make_tensors: Any = None
     ) -> None:
         """Keep an image on all ranks, which all hold its tensors: see `Runner`."""
         with self._all_ranks():

@@ -34,12 +34,12 @@ class ImageEngine(LLMEngine):
         super().__init__(config, runner, *args, **options)
         self._images: dict[int, list[KnownImage]] = {}  # the images of unfinished requests, by request id
 
-    def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> Request:
+    def _queue(self, request_id: int, prepared: PreparedRequest, recipient: Recipient) -> Request:
         images, prepared.images = prepared.images, ()  # from now on this engine holds them
         try:
             if images:
                 prepared.packed_ids = self._hold(request_id, prepared.token_ids, images)
-            return super()._queue(request_id, prepared, to)
+            return super()._queue(request_id, prepared, recipient)
         except BaseException:
             self._release({request_id})
             raise
@@ -55,7 +55,7 @@ class ImageEngine(LLMEngine):
             held.append(known)
             ids[image.start : end] = array("i", known.ids)
             if known.num_users == 1:
-                self.check_open().hold_image(known.first_id, known.token_ids, image.tensors, image.again)
+                self.check_open().hold_image(known.first_id, known.token_ids, image.tensors, image.make_tensors)
         return ids.tobytes()
 
     def _cached_tokens(self) -> Iterator[bytes]:
@@ -105,9 +105,9 @@ class ImageEngine(LLMEngine):
             seq.finish_reason = "error"
         self.reset_prefix_cache()  # it may have keys and values of these images
 
-    def _hand_over(self) -> None:
+    def _finish_requests(self) -> None:
         try:
-            super()._hand_over()
+            super()._finish_requests()
         finally:
             self._release_ended()
 

@@ -30,11 +30,11 @@ _thread_counts = threading.Lock()  # guards PyTorch's number of threads while a 
 
 
 class KeyedPicture(NamedTuple):
-    """Holds a processed picture, and a key that is equal for equal pictures. again: see ProcessedImage."""
+    """Holds a processed picture, and a key that is equal for equal pictures. make_tensors: see ProcessedImage."""
 
     key: bytes
     picture: ProcessedPicture
-    again: Callable[[], Mapping[str, Tensor]] | None
+    make_tensors: Callable[[], Mapping[str, Tensor]] | None
 
 
 class ImageReader:
@@ -135,10 +135,10 @@ class ImageReader:
         digest.update(content)
         key = digest.digest()
         known = self._process(key, load, options)
-        again = None
+        make_tensors = None
         if size is None and len(content) < known.num_bytes / MIN_SAVED:
-            again = partial(self._tensors, key, load, options)
-        return KeyedPicture(key, known, again)
+            make_tensors = partial(self._tensors, key, load, options)
+        return KeyedPicture(key, known, make_tensors)
 
     def _process(self, key: bytes, load: Callable[[], Any], options: Mapping[str, Any]) -> ProcessedPicture:
         """Return the processed picture with this key, which is loaded only if it is not kept."""
@@ -180,7 +180,7 @@ class ImageReader:
             raise RequestError("the tokenizer does not keep the tokens of images; use the model's own", "invalid_image")
         images: list[ProcessedImage] = []
         num_before = 0
-        for key, picture, again in loaded:
+        for key, picture, make_tensors in loaded:
             num_tokens = sum(picture.runs)
             start, last = places[num_before], places[num_before + num_tokens - 1]
             is_apart = not images or start > places[num_before - 1] + 1
@@ -192,7 +192,7 @@ class ImageReader:
                     "invalid_image",
                 )
             start, end = start - picture.num_before, last + 1 + picture.num_after
-            images.append(ProcessedImage(start, end - start, picture.tensors, key, again))
+            images.append(ProcessedImage(start, end - start, picture.tensors, key, make_tensors))
             num_before += num_tokens
         return ProcessedPrompt(ids, images, image_token_id)
 

@@ -22,8 +22,8 @@ class ProcessedImage:
     tensors: the keywords of the model's forward for this image alone, on the CPU, by name: pixel_values,
         image_grid_thw, image_sizes, pixel_attention_mask and others, as the model's own processor makes them.
         Floating-point ones have the model's dtype. Nobody writes into them: equal images share them.
-    again: makes the tensors once more, so that they need not be held. None for a picture that came without a file, or
-        if its file is hardly smaller than the tensors.
+    make_tensors: makes the tensors once more, so that they need not be held. None for a picture that came without a
+        file, or if its file is hardly smaller than the tensors.
     key: a digest of the picture's file and of the processor's options. For a picture in memory, its pixels and its size
         take the place of the file. Images with equal keys have equal tensors and as many image tokens, in any prompt.
     """
@@ -32,7 +32,7 @@ class ProcessedImage:
     num_tokens: int
     tensors: "dict[str, Tensor]"
     key: bytes
-    again: "Callable[[], Mapping[str, Tensor]] | None" = None
+    make_tensors: "Callable[[], Mapping[str, Tensor]] | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from nanoinfer.models.prefill_graphs import DecoderPrefillGraphs
 class AdaptedPrefillGraphs(DecoderPrefillGraphs):
     """Computes small prefill steps whose tokens have adapters, in the buffers of the graphs without adapters.
 
-    Each token's slot is copied to where the graphs read it; padding has `no_slot`. The first piece sorts the tokens.
-    plain: the graphs of steps without adapters. no_slot: stands for "no adapter" in the place of a slot.
+    Each token's device slot is copied to where the graphs read it; padding has `no_slot`. The first piece sorts the
+    tokens. plain: the graphs of steps without adapters. no_slot: stands for a device slot where a token has no adapter.
     """
 
     def __init__(self, plain: DecoderPrefillGraphs, no_slot: int, device: torch.device) -> None:

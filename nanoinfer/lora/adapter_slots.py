@@ -1,7 +1,10 @@
 """Adds adapters to the products of layers: x A^T B^T for each token x, with A and B of the adapter of its row.
 
 A rank keeps all adapters on the host. As many of them as there are slots also lie on the device. A step tells layers
-the slot of each token, and the `quant_method` of each linear layer adds the adapter's product to the layer's own.
+the device slot of each token, and the `quant_method` of each linear layer adds the adapter's product to its own.
+
+A packet names slots as the scheduler counts them. Where a slot's matrices lie on the device is its device slot, which
+changes whenever the slot gets another adapter (`slot_memory.py`).
 """
 
 import os
@@ -46,8 +49,8 @@ class StepAdapters:
 class AdaptedProduct:
     """Takes the place of a layer's `quant_method`, and adds the adapters' product to its own.
 
-    matrices: those in the slots; None while slots have no memory. adds_later: whether an `AdaptedActivation` adds the
-    adapters' product instead; for it, this product keeps its `inputs`. shrunk: the next inputs times A, if an
+    matrices: those in the device slots; None while these have no memory. adds_later: whether an `AdaptedActivation`
+    adds the adapters' product instead; for it, this product keeps its `inputs`. shrunk: the next inputs times A, if an
     `AdaptedActivation` has computed them already.
     """
 
@@ -136,7 +139,7 @@ def _add_to_zeros(matrices: LoRAMatrices, num_tokens: int) -> None:
 
 
 def _zeros_for(matrices: LoRAMatrices, num_tokens: int) -> tuple[Tensor, Tensor, LoRARows]:
-    """Return inputs, outputs and slots of tokens without adapters; all tokens share one row of zeros."""
+    """Return inputs, outputs and device slots of tokens without adapters; all tokens share one row of zeros."""
     a, b, _ = matrices
     slots = torch.full((num_tokens,), len(a), dtype=torch.int32, device=a.device)
     x, out = a.new_zeros(1, a.shape[2]), a.new_zeros(1, b.shape[1])
@@ -244,9 +247,9 @@ class RankAdapters:
 class AdapterSlots(RowState):
     """Holds the adapters that lie on the device, and which of them each row has.
 
-    num_rows: rows of the step tables, without the spare one. are_used: whether a row of the step has an adapter; else
-    the step runs as without adapters. prefill_graphs: as an argument, the graphs of steps without adapters; as a field,
-    those of steps with adapters.
+    by_row: the device slot of each row that has an adapter. num_rows: rows of the step tables, without the spare one.
+    are_used: whether a row of the step has an adapter; else the step runs as without adapters. prefill_graphs: as an
+    argument, the graphs of steps without adapters; as a field, those of steps with adapters.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("adapter",)
@@ -256,13 +259,13 @@ class AdapterSlots(RowState):
     ) -> None:
         super().__init__()
         self._adapters, self._slots = adapters, adapters.allocate_slots(device)
-        self._no_place = self._slots.num_places
+        self._no_slot = self._slots.num_device_slots
         self.are_used, self.prefill_graphs = False, PrefillGraphs()
         if isinstance(prefill_graphs.small, DecoderPrefillGraphs):
-            self.prefill_graphs = PrefillGraphs(AdaptedPrefillGraphs(prefill_graphs.small, self._no_place, device))
-        self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters
-        # One for each row and the spare one; `_no_place` for a row without an adapter.
-        self._places_of_rows = torch.full((num_rows + 1,), self._no_place, dtype=torch.int32, device=device)
+            self.prefill_graphs = PrefillGraphs(AdaptedPrefillGraphs(prefill_graphs.small, self._no_slot, device))
+        self._held: list[int | None] = [None] * adapters.num_slots  # numbers of adapters, by slot
+        # A device slot for each row and the spare one; `_no_slot` for a row without an adapter.
+        self._slots_of_rows = torch.full((num_rows + 1,), self._no_slot, dtype=torch.int32, device=device)
 
     def admit(self, rows: Any) -> list[AdmittedRow]:
         asking = super().admit(rows)
@@ -274,7 +277,7 @@ class AdapterSlots(RowState):
         if self._held[slot] != number:
             self._slots.fill(slot, self._adapters.by_number[number])
             self._held[slot] = number
-        self.by_row[row.row] = self._slots.place_of(slot)
+        self.by_row[row.row] = self._slots.device_slot(slot)
 
     def release(self, rows: Any) -> None:
         released = [row for row in rows if row in self.by_row]
@@ -283,10 +286,10 @@ class AdapterSlots(RowState):
 
     def _upload(self, rows: Iterable[int]) -> None:
         """Tell the device where the adapters of these rows lie."""
-        changed = [(row, self.by_row.get(row, self._no_place)) for row in rows]
+        changed = [(row, self.by_row.get(row, self._no_slot)) for row in rows]
         if changed:
-            pairs = numbers_to_device(changed, self._places_of_rows.device)
-            self._places_of_rows[pairs[:, 0]] = pairs[:, 1].int()
+            pairs = numbers_to_device(changed, self._slots_of_rows.device)
+            self._slots_of_rows[pairs[:, 0]] = pairs[:, 1].int()
 
     def begin_step(self, on_host: AllSections) -> bool:
         """Note and return whether any row of a packet's step has an adapter."""
@@ -297,7 +300,7 @@ class AdapterSlots(RowState):
 
     def compile_ahead(self, max_tokens: int) -> None:
         """Compile the kernels of steps of fewer than `max_tokens` tokens."""
-        self._adapters.compile_ahead(max_tokens, self._places_of_rows.device)
+        self._adapters.compile_ahead(max_tokens, self._slots_of_rows.device)
 
     def use(self, are_used: bool) -> None:
         """Say whether rows of the steps from now on have adapters."""
@@ -310,7 +313,7 @@ class AdapterSlots(RowState):
         """
         if not self.are_used:
             return None
-        slots, num_tokens = self._places_of_rows[step.rows.long()], len(step.token_ids)
+        slots, num_tokens = self._slots_of_rows[step.rows.long()], len(step.token_ids)
         if isinstance(step.attention, PrefillMetadata):
             segments, _ = ragged_indices(step.attention.cu_query_lens, num_tokens)
             slots = slots[segments]

@@ -177,10 +177,10 @@ def _kept(share: ShardMatrices, factor: float, dtype: torch.dtype) -> ShardMatri
 
 def checkpoint_modules(model: Any, layers: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """Return the names that checkpoints give to the modules in these layers, by the path of the layer and the shard."""
-    places = ((path, shard) for path, layer in layers.items() for shard in shards_of(layer))
     return {
         (path, shard): model.checkpoint_name((f"{path}.weight", None if shard == WHOLE else shard)).removesuffix(
             ".weight"
         )
-        for path, shard in places
+        for path, layer in layers.items()
+        for shard in shards_of(layer)
     }

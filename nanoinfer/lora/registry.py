@@ -36,7 +36,8 @@ class Adapter:
     """Describes a loaded adapter. It is the `identity` of its sequences, which share prefixes with each other alone.
 
     number: no adapter before it had this number, so a lora_int_id that is removed and used again gets a new number.
-    slot: its place on the device, or None. users: unfinished sequences, or requests on their way to replicas.
+    slot: the slot that it has on the device, or None. users: unfinished sequences, or requests on their way to
+    replicas.
     """
 
     request: LoRARequest

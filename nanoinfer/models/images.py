@@ -29,25 +29,25 @@ class ImageContent:
     """Holds an image as encoders read it.
 
     token_ids: of its span in prompts, in which the image token stands for one embedding. tensors: the inputs of the
-    model's forward for this image, on the host; those of floating point may be missing. again: makes all of them once
-    more; None where nothing can.
+    model's forward for this image, on the host; those of floating point may be missing. make_tensors: makes all of
+    them once more; None where nothing can.
     """
 
     token_ids: tuple[int, ...]
     tensors: Mapping[str, Tensor]
-    again: MakeTensors | None = None
+    make_tensors: MakeTensors | None = None
 
     def without_pixels(self) -> "ImageContent":
         """Return the image with sizes alone, by which positions are counted, if the other tensors can be made again."""
-        if self.again is None:
+        if self.make_tensors is None:
             return self
         return replace(self, tensors={name: x for name, x in self.tensors.items() if not x.is_floating_point()})
 
     def with_pixels(self) -> "ImageContent":
         """Return the image with all tensors."""
-        if self.again is None or any(tensor.is_floating_point() for tensor in self.tensors.values()):
+        if self.make_tensors is None or any(tensor.is_floating_point() for tensor in self.tensors.values()):
             return self
-        return replace(self, tensors=self.again())
+        return replace(self, tensors=self.make_tensors())
 
 
 class ImageEncoder(Protocol):

@@ -66,12 +66,12 @@ class HiddenStatesOptions:
         if states is None:
             states = HiddenStatesRequest(pools=False, first=start)
         states.layers, states.layers_from, states.first = layers, start, min(start, states.first)
-        states.take = None if self.callback is None else partial(self._hand_over, index)
+        states.take = None if self.callback is None else partial(self._call_back, index)
         if self.callback is None:
             states.make_output = partial(self._with_states, states.make_output)
         request.hidden_states_request = states
 
-    def _hand_over(self, index: int, layer: int, start: int, states: torch.Tensor) -> None:
+    def _call_back(self, index: int, layer: int, start: int, states: torch.Tensor) -> None:
         assert self.callback is not None
         try:
             for given, counted in self.layers.items():

@@ -39,7 +39,7 @@ class Text(NamedTuple):
 
     request_id: int
     prepared: PreparedRequest
-    to: Recipient
+    recipient: Recipient
 
 
 class PoolingStep(NamedTuple):
@@ -80,12 +80,12 @@ class PoolingSteps:
             and not (engine.config.enable_prefix_caching and _begin_alike(served))
         )
 
-    def add_request(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> None:
+    def add_request(self, request_id: int, prepared: PreparedRequest, recipient: Recipient) -> None:
         """Queue a text. Its id stays reserved until its output is there, so that an abort is remembered."""
         if prepared.error is None:
-            self._waiting.append(Text(request_id, prepared, to))
+            self._waiting.append(Text(request_id, prepared, recipient))
         else:
-            self._engine.add_request(request_id, prepared, to)  # refuses it
+            self._engine.add_request(request_id, prepared, recipient)  # refuses it
 
     def step(self) -> None:
         """Launch a step, or collect one. A text that is too long for one is left to the engine's own steps."""
@@ -158,13 +158,14 @@ class PoolingSteps:
         for place, text in enumerate(step.texts):
             if Action.ABORT in reserved.take(text.request_id):
                 values[place] = np.full_like(values[place][:1], np.nan)
-        metrics = {to: RequestMetrics(step.started - to.arrival_time) for to in {text.to for text in step.texts}}
+        recipients = {text.recipient for text in step.texts}
+        metrics = {recipient: RequestMetrics(step.started - recipient.arrival_time) for recipient in recipients}
         made: list[Any] = []
         for make_output, group in groupby(text.prepared.hidden_states_request.make_output for text in step.texts):
             made += make_output.make_all(values[len(made) : len(made) + len([*group])])
-        for (request_id, request, to), one in zip(step.texts, made, strict=True):
-            output = PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, one, metrics[to])
-            to.outputs.append(output)
+        for (request_id, request, recipient), one in zip(step.texts, made, strict=True):
+            output = PoolingRequestOutput(request_id, request.prompt, request.token_ids, 0, one, metrics[recipient])
+            recipient.outputs.append(output)
 
 
 def check_finite(request_ids: Iterable[int], values: Any) -> None:

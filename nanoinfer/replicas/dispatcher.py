@@ -33,7 +33,7 @@ class QueuedRequest:
 
     request_id: int
     prepared: PreparedRequest
-    to: Recipient
+    recipient: Recipient
     work: float  # expected, in generated tokens
     sent: float = 0.0  # to the replica that has it (perf_counter)
     streamed: dict[int, bool] = field(default_factory=dict)  # sample -> whether the stream has its last chunk

@@ -96,7 +96,7 @@ def unpack_outputs(
         request = requests.get(request_id)
         if request is None:
             continue
-        prepared, waited = request.prepared, request.sent - request.to.arrival_time  # here, before it was sent
+        prepared, waited = request.prepared, request.sent - request.recipient.arrival_time  # here, before it was sent
         queue_time, first, per_token = (None if math.isnan(time) else time for time in times)
         output = RequestOutput(
             request_id=request_id,
@@ -131,7 +131,7 @@ def unpack_chunks(
         message.columns.tolist(), samples, strict=True
     ):
         if request := requests.get(request_id):
-            index = request_id - request.to.first_id
+            index = request_id - request.recipient.first_id
             yield request, StreamChunk(index, text, token_ids, reason, sample, logprobs, request_id=request_id)
 
 

@@ -160,7 +160,7 @@ def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) ->
             request.prepared.prompt_logprobs_start,
             request.prepared.sampling_params.n,
             request.prepared.prompt is not None,
-            request.to.chunks is not None,
+            request.recipient.chunks is not None,
             prefix,
         )
         for request, prompt, prefix in zip(queued, prompts, which_prefix, strict=True)
@@ -178,7 +178,8 @@ def pack_requests(queued: Sequence[QueuedRequest], are_aborted: bool = False) ->
             if request.prepared.hidden_states_request is not None
         },
         {
-            line: tuple(replace(image, again=None) for image in request.prepared.images)  # which needs what is here
+            # `make_tensors` stays here: it needs the image reader of this process.
+            line: tuple(replace(image, make_tensors=None) for image in request.prepared.images)
             for line, request in enumerate(queued)
             if request.prepared.images
         },

@@ -93,11 +93,11 @@ class ReplicatedEngine(Engine):
 
     # -------- What RequestQueue asks for ------------------------------------------------------------------------------
 
-    def _queue(self, request_id: int, prepared: PreparedRequest, to: Recipient) -> QueuedRequest:
+    def _queue(self, request_id: int, prepared: PreparedRequest, recipient: Recipient) -> QueuedRequest:
         """Have a request wait for a replica."""
         if prepared.adapter is not None:
             prepared.adapter.enter(request_id)
-        request = QueuedRequest(request_id, prepared, to, expected_work(prepared, self._max_model_len))
+        request = QueuedRequest(request_id, prepared, recipient, expected_work(prepared, self._max_model_len))
         self.dispatcher.add(request)
         return request
 
@@ -275,13 +275,13 @@ class ReplicatedEngine(Engine):
         match message:
             case Outputs():
                 for request, output in unpack_outputs(message, self._requests, self._tokenizer):
-                    request.to.outputs.append(output)
+                    request.recipient.outputs.append(output)
                     self._forget(request)  # now: until its output is there, it counts as unfinished
             case Chunks():
                 for request, chunk in unpack_chunks(message, self._requests):
                     request.streamed[chunk.sample] = chunk.finish_reason is not None
-                    if request.to.chunks is not None:
-                        request.to.chunks.append(chunk)
+                    if request.recipient.chunks is not None:
+                        request.recipient.chunks.append(chunk)
             case EngineMetrics():
                 replica.metrics = message
             case StepEvent():
@@ -339,7 +339,7 @@ class ReplicatedEngine(Engine):
                 num_ended += 1
                 ended = {sample for sample, is_ended in request.streamed.items() if is_ended}
                 request.prepared.error = RequestError(end.ended, "worker_ended")
-                self._refuse(request.request_id, request.prepared, request.to, ended)
+                self._refuse(request.request_id, request.prepared, request.recipient, ended)
                 self._forget(request)
             elif not request.is_paused:
                 self.dispatcher.add(request)

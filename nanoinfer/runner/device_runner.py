@@ -120,10 +120,14 @@ class DeviceRunner:
         return self.adapters
 
     def hold_image(
-        self, image_id: int, token_ids: Sequence[int], tensors: Mapping[str, Tensor], again: MakeTensors | None = None
+        self,
+        image_id: int,
+        token_ids: Sequence[int],
+        tensors: Mapping[str, Tensor],
+        make_tensors: MakeTensors | None = None,
     ) -> None:
         """Keep an image that packets will name by this id: see `ImageContent`."""
-        self._held_images[image_id] = ImageContent(tuple(token_ids), tensors, again)
+        self._held_images[image_id] = ImageContent(tuple(token_ids), tensors, make_tensors)
 
     def drop_images(self, image_ids: Sequence[int]) -> None:
         """Forget images that packets will not name any more."""

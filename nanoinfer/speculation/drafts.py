@@ -103,7 +103,7 @@ class TextDrafts:
         min_match = min(MIN_MATCH, self._max_match) if self._is_suffix else options.prompt_lookup_min
         self._index = TextIndex(token_ids, min_match)
         self._index.extend()
-        self._of_few: TextIndex | None = None  # single tokens, once they are looked up
+        self._token_index: TextIndex | None = None  # of single tokens, once they are looked up
         self._num_followed = len(token_ids)
         # What the text copies: places in one source text, the newest first, each at the token that would come next.
         self._source, self._places = NO_TEXT, list[int]()
@@ -134,12 +134,16 @@ class TextDrafts:
         end = min(end, position + len(source) - place)
         while position < end and source[place] == tokens[position]:
             place, position = place + 1, position + 1
-        if num_equal := position - first:
-            self._places, self._has_missed = [place], False
-            self._num_matched += num_equal
-            self.num_equal += num_equal
-            self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
+        if position > first:
+            self._advance([place], position - first)
         return position
+
+    def _advance(self, places: list[int], num_equal: int) -> None:
+        """Move the pointer to these places, since the text had `num_equal` more tokens of the source."""
+        self._places, self._has_missed = places, False
+        self._num_matched += num_equal
+        self.num_equal += num_equal
+        self._num_trusted = min(self._num_trusted + num_equal, self._max_match)
 
     def catch_up(self) -> None:
         """Add the newest tokens of the text to its index, so that lookups find them."""
@@ -159,10 +163,10 @@ class TextDrafts:
             self._resume()
         self.num_before = self.num_equal
         if len(self._places) == 1:
-            return self._read(self._source, self._places[0], self._limited(most, self._num_trusted), [])
+            return self._read(self._source, self._places[0], self._max_proposals(most, self._num_trusted), [])
         if self._places:
-            return self._go_on(self._source, self._places, self._limited(most, self._num_trusted)).token_ids
-        return self._draft_from_few(most) if takes_short and self._is_suffix else []
+            return self._draft_from(self._source, self._places, self._max_proposals(most, self._num_trusted)).token_ids
+        return self._draft_from_last_token(most) if takes_short and self._is_suffix else []
 
     def look_ahead(self, num_proposed: int, most: int) -> Ahead | None:
         """Return the tokens to expect, and the draft after them: what `draft` will return if all of them come.
@@ -174,7 +178,7 @@ class TextDrafts:
             return None
         start = self._places[0] + num_proposed + 1
         trusted = min(self._num_trusted + num_proposed + 1, self._max_match)
-        end = start + self._limited(most, trusted)
+        end = start + self._max_proposals(most, trusted)
         tokens = self._source[self._places[0] : end]
         if len(self._source) < end or END in tokens:
             return None
@@ -184,25 +188,22 @@ class TextDrafts:
         """Take in the expected tokens, which have been appended to the text; return the draft after them."""
         count = len(ahead.expected)
         self._num_followed += count
-        self._places, self._has_missed = [self._places[0] + count], False
-        self._num_matched += count
-        self.num_equal += count
+        self._advance([self._places[0] + count], count)
         self.num_before = self.num_equal
-        self._num_trusted = min(self._num_trusted + count, self._max_match)
         return ahead.token_ids
 
-    def _draft_from_few(self, most: int) -> list[int]:
+    def _draft_from_last_token(self, most: int) -> list[int]:
         """Return what follows the newest token elsewhere in the text. This begins no copy for `follow` to follow."""
-        self._of_few = self._of_few or TextIndex(self._index.tokens, 1)
-        self._of_few.extend()
+        self._token_index = self._token_index or TextIndex(self._index.tokens, 1)
+        self._token_index.extend()
         tokens = self._index.tokens
-        if not (places := self._of_few.places(self._of_few.key(tokens), MAX_PLACES)):
+        if not (places := self._token_index.places(self._token_index.key(tokens), MAX_PLACES)):
             return []
         match = self._best_match(tokens, places, most)
         self.num_before = match.num_equal
-        return self._go_on(tokens, match.places, self._limited(most, match.num_equal)).token_ids
+        return self._draft_from(tokens, match.places, self._max_proposals(most, match.num_equal)).token_ids
 
-    def _limited(self, most: int, num_matched: int) -> int:
+    def _max_proposals(self, most: int, num_matched: int) -> int:
         """Return how many tokens may be proposed after `num_matched` equal ones."""
         factor = self._options.suffix_decoding_max_spec_factor
         return min(most, int(num_matched * factor)) if self._is_suffix else most
@@ -212,11 +213,8 @@ class TextDrafts:
         source, places, tokens = self._source, self._places, self._index.tokens
         token_id = tokens[position]
         end = position if source is tokens else len(source)  # the text itself is a source as far as it came before
-        if goes_on := [place + 1 for place in places if place < end and source[place] == token_id]:
-            self._places, self._has_missed = goes_on, False
-            self._num_matched += 1
-            self.num_equal += 1
-            self._num_trusted = min(self._num_trusted + 1, self._max_match)
+        if moved := [place + 1 for place in places if place < end and source[place] == token_id]:
+            self._advance(moved, 1)
             return
         place, missed_before = places[0], self._has_missed
         self._has_missed = False
@@ -254,7 +252,7 @@ class TextDrafts:
                 match = self._best_match(index.tokens, index.places(key, MAX_PLACES), most)
                 if match.score > best:
                     best = match.score
-                    self._point(index.tokens, match.places, match.num_equal)
+                    self._begin_copy(index.tokens, match.places, match.num_equal)
 
     def _best_match(self, other: "array[int]", places: list[int], most: int) -> Match:
         """Return the longest match of the text's last tokens before these places; for "suffix", the best in score."""
@@ -265,16 +263,16 @@ class TextDrafts:
         best = Match([], 0, 0.0)
         for length in sorted({*matched}, reverse=True):
             equal = [place for place, its in zip(places, matched, strict=True) if its >= length]
-            score = self._go_on(other, equal, self._limited(most, length)).score
+            score = self._draft_from(other, equal, self._max_proposals(most, length)).score
             if score > best.score:
                 best = Match(equal, length, score)
         return best
 
-    def _point(self, source: "array[int]", places: list[int], num_matched: int) -> None:
+    def _begin_copy(self, source: "array[int]", places: list[int], num_matched: int) -> None:
         self._source, self._places, self._has_missed, self._near = source, places, False, None
         self._num_matched = self._num_trusted = self.num_equal = num_matched
 
-    def _go_on(self, source: "array[int]", places: list[int], most: int) -> Draft:
+    def _draft_from(self, source: "array[int]", places: list[int], most: int) -> Draft:
         """Return what most of these places in a text go on with, as long as it is likely."""
         token_ids: list[int] = []
         probability, score = 1.0, 0.0

@@ -3,6 +3,10 @@
 Rows whose drafts have the same chances are of one kind. There are few kinds, so a step of many rows is ranked in little
 time. A proposal counts only if those before it are right. So it is never likelier than they are, and whatever
 comes first in the ranking is the beginning of a draft.
+
+For example, two rows run. The proposals of the first row count with probabilities 0.9, 0.8 and 0.7, those of the second
+row with 0.6 and 0.4. The ranking is 0.9, 0.8, 0.7, 0.6, 0.4. If a packed step had 5 lines, 2 would be for the newest
+tokens. The likeliest 3 proposals would fill the others, and all of them are the first row's.
 """
 
 from collections import Counter
@@ -49,8 +53,8 @@ class Offers:
     def _padded(self) -> list[Size]:
         """Return the sizes of a step in which each row has as many lines as the longest one."""
         right = [0.0] * max(map(len, self._chances.values()), default=0)
-        for kind, its in self._chances.items():
-            for place, chance in enumerate(its):
+        for kind, chances in self._chances.items():
+            for place, chance in enumerate(chances):
                 right[place] += chance * self._counts[kind] * self._weight
         num_rows, sizes = rounded_rows(self._num_seqs), list[Size]()
         for choice in self._choices if right else ():
@@ -79,24 +83,24 @@ class Offers:
 
     def take(self, size: Size) -> list[list[int]]:
         """Return the proposals of each row, as many as a step of this size has lines for; needs all sequences' rows."""
-        places, last, num_more = Counter[Kind](), None, 0
+        counts, last, num_more = Counter[Kind](), None, 0  # proposals of each row of a kind; of some rows, one more
         if self._ranked is None:
             most = size.num_lines // rounded_rows(self._num_seqs) - 1
-            places.update({kind: min(most, len(its)) for kind, its in self._chances.items()})
+            counts.update({kind: min(most, len(chances)) for kind, chances in self._chances.items()})
         else:
             num_free = size.num_lines - self._num_seqs
             for _, kind in self._ranked:
                 if self._counts[kind] > num_free:
                     last, num_more = kind, num_free
                     break
-                places[kind] += 1
+                counts[kind] += 1
                 num_free -= self._counts[kind]
         proposed = list[list[int]]()
         for row in self._rows:
             if row is None or not row.draft:
                 proposed.append([])
                 continue
-            count = places[row.kind]
+            count = counts[row.kind]
             if num_more and row.kind == last:
                 count, num_more = count + 1, num_more - 1
             proposed.append(row.draft[:count])
@@ -105,4 +109,4 @@ class Offers:
 
 def _ranked(chances: Chances) -> list[tuple[float, Kind]]:
     """Return the chances of proposals, the likeliest first; each stands for one place in all rows of a kind."""
-    return sorted([(chance, kind) for kind, its in chances.items() for chance in its], reverse=True)
+    return sorted([(chance, kind) for kind, of_kind in chances.items() for chance in of_kind], reverse=True)

@@ -1,5 +1,16 @@
 """The engine's Proposer: proposes a draft for each row, if the controller finds that proposals pay.
 
+The scheduler calls it twice for each decode step:
+
+1. `waits`, while the step before is in flight. If proposals pay, or have paid lately, the answer is yes: the tokens of
+   that step are then collected first. Until they come, the Speculator learns from earlier proposals, indexes texts, and
+   drafts for rows whose proposals will all be right.
+2. `propose`. If the step has waited, each row is drafted for (`DraftedRow.follow`), the proposals are ranked
+   (`Offers`), the controller chooses how many lines the step has, and the likeliest proposals fill them.
+
+The next call of `follow` compares the draft with the tokens that came. From this the Speculator estimates how likely
+proposals are right (`Acceptance`).
+
 A step that waits sees at once that a text begins to repeat; one that overlaps sees it a step later. So after proposals
 have paid, steps go on waiting for a while, even those without proposals, until that has cost what was saved lately.
 
@@ -57,6 +68,8 @@ class StepStart(NamedTuple):
     num_overlapped: int
 
 
+# How many rows had a result: arguments of `Acceptance.judge`, without the number of rows.
+Results = Counter[tuple[int, int, int]]
 # The kind of a row, its draft, and the tokens that came in place of the draft.
 Verdict = tuple[Kind, list[int], "array[int]"]
 
@@ -120,7 +133,7 @@ class Speculator:
         self._learns = options.method == "suffix"
         self._controller, self._packs_lines = Controller(), packs_lines
         self._choices = [size - 1 for size in row_sizes(max_num_tokens + 1)]
-        self._of_text, self._of_forms = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
+        self._text_acceptance, self._form_acceptance = Acceptance(), Acceptance(FORM_PRIOR, most_equal=0)
         self._rows: dict[Sequence, DraftedRow] = {}
         self._verdicts, self._unlearned = list[Verdict](), list[Sequence]()  # what `_learn` has not learned from yet
         self._drafted, self._proposed = list[DraftedRow | None](), list[list[int]]()  # of the last step
@@ -140,7 +153,7 @@ class Speculator:
             if not self._pays:
                 self._is_asked = True
                 return False
-        self._use_time(seqs)
+        self._work_meanwhile(seqs)
         return True
 
     def _index_all(self, seqs: list[Sequence]) -> bool:
@@ -155,7 +168,7 @@ class Speculator:
                 row.drafts.catch_up()
         return True
 
-    def _use_time(self, seqs: list[Sequence]) -> None:
+    def _work_meanwhile(self, seqs: list[Sequence]) -> None:
         """Do the work that does not depend on the tokens of the step in flight, while the device computes it."""
         self._learn()
         self._index_all(seqs)
@@ -169,7 +182,7 @@ class Speculator:
             self._answers.add(seq.token_ids[seq.num_prompt_tokens :])
         self._unlearned.clear()
         # Many rows have the same result, so equal ones are counted first.
-        of_forms, of_text = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+        of_forms, of_text = Results(), Results()
         for (num_forced, num_equal, _), draft, came in self._verdicts:
             right = num_right(draft, came)
             judged = min(right + 1, len(came))
@@ -178,9 +191,9 @@ class Speculator:
             if judged > num_forced:
                 of_text[num_equal + num_forced, right - num_forced, judged - num_forced] += 1
         self._verdicts.clear()
-        for acceptance, its in ((self._of_forms, of_forms), (self._of_text, of_text)):
-            for verdict, num_rows in its.items():
-                acceptance.judge(*verdict, num_rows)
+        for acceptance, results in ((self._form_acceptance, of_forms), (self._text_acceptance, of_text)):
+            for result, num_rows in results.items():
+                acceptance.judge(*result, num_rows)
 
     def propose(self, seqs: list[Sequence]) -> list[list[int]]:
         """Return the ids of the tokens that each sequence may go on with; an empty list if none has any."""
@@ -257,11 +270,12 @@ class Speculator:
         least, chances = min(num_seqs / ROWS_TO_CHANCE, MOST_CHANCE), dict[Kind, list[float]]()
         for kind in {row.kind for row in rows if row and row.draft}:
             num_forced, num_equal, num_drafted = kind
-            each = self._of_forms.probabilities(0, num_forced) if num_forced else []
+            probabilities = self._form_acceptance.probabilities(0, num_forced) if num_forced else []
             if num_free := num_drafted - num_forced:
-                each += self._of_text.probabilities(num_equal + num_forced, num_free + num_unknown)
-            right = math.prod(each[:num_unknown])
-            likely = takewhile(lambda chance: chance >= least, accumulate(each[num_unknown:], mul, initial=1.0))
+                probabilities += self._text_acceptance.probabilities(num_equal + num_forced, num_free + num_unknown)
+            right = math.prod(probabilities[:num_unknown])
+            products = accumulate(probabilities[num_unknown:], mul, initial=1.0)
+            likely = takewhile(lambda chance: chance >= least, products)
             chances[kind] = [right * chance for chance in [*likely][1:]]
         return chances
 

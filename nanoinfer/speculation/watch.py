@@ -34,10 +34,10 @@ class Watch:
             watched.append(self._next(seqs))
         self._num_tokens += seconds * TOKENS_A_SECOND
         if self._num_tokens >= len(seqs[self._turn % len(seqs)].token_ids):
-            dull = [seq for seq in watched if seq in rows and not rows[seq].draft]
-            if dull:
-                watched.remove(dull[0])
-                del rows[dull[0]]
+            without_draft = [seq for seq in watched if seq in rows and not rows[seq].draft]
+            if without_draft:
+                watched.remove(without_draft[0])
+                del rows[without_draft[0]]
                 watched.append(self._next(seqs))
                 self._num_tokens = 0.0
         return watched

@@ -1,10 +1,12 @@
 """A step written as a packet and read again."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 
+from nanoinfer.engine import packet as packet_module
 from nanoinfer.engine.packet import AllSections, Packet, UploadedSections, pack, read_header
 from nanoinfer.engine.prefix_sharers import PrefixSharers
 from nanoinfer.engine.row_options import AdmittedRow, read_admitted_rows
@@ -80,6 +82,19 @@ def test_a_packet_is_read_back_as_it_was_written() -> None:
     assert sections.restored_states.tolist() == [[9, 1], [8, 0]]
     assert sections.chunks.tolist() == [[2, 0, 3], [5, 2, 3]]
     assert sections.decode_rows.tolist() == [[0, 0, 0], [7, 0, 0]]
+
+
+def test_the_example_of_the_module() -> None:
+    seq = sequence_in_row(3, [11, 12, 13, 14, 15], temperature=0.0, seed=42)
+    seq.block_table = [6, 7]
+    new_blocks, chunk = [NewBlock(3, 0, 6), NewBlock(3, 1, 7)], PrefillChunk(seq, 0, 5, samples=True)
+    packets = (
+        pack(ScheduledBatch(admitted=[seq], new_blocks=new_blocks, prefill=[chunk])),
+        pack(ScheduledBatch(decode=[seq])),
+    )
+    shown = re.findall(r"^    ([\d ]+?)(?:   | *$)", packet_module.__doc__ or "", re.MULTILINE)
+    numbers = [int(number) for line in shown for number in line.split()]
+    assert numbers == [*packets[0].tolist(), *packets[1].tolist()]
 
 
 def test_sections_are_views_of_the_packet() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.cache_groups.cache_group import Hit
+from nanoinfer.engine.cache_groups.partial_hits import PassedOver
 from nanoinfer.engine.scheduled_batch import NewBlock, ScheduledBatch
 from nanoinfer.engine.scheduler import RESERVED_TOKENS, Scheduler
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -253,7 +254,7 @@ def test_of_many_prompts_that_wait_only_some_are_looked_up(
     num_tokens: int, admitted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those beyond are admitted if the step has room for more tokens than waiting spares: here twice 20."""
-    monkeypatch.setattr("nanoinfer.engine.scheduler.MAX_PASSED_OVER", 2)
+    monkeypatch.setattr("nanoinfer.engine.scheduler.PassedOver", lambda max_prompts=2: PassedOver(max_prompts))
     scheduler = make_scheduler(num_blocks=20, block_size=32, max_num_batched_tokens=num_tokens)
     scheduler.min_awaited_tokens, scheduler.min_awaited_in_all = 20, 40
     scheduler.block_manager = manager = LookupCounter(num_blocks=20, block_size=32)

@@ -541,8 +541,8 @@ def test_a_captured_step_reads_other_groups_when_it_is_replayed(group_size: int)
     with torch.cuda.graph(graph):
         out = static.run(backend)
     for step in [*steps, steps[0]]:
-        for to, origin in zip(tensors_of(static), tensors_of(step), strict=True):
-            to[: len(origin)].copy_(origin)
+        for target, origin in zip(tensors_of(static), tensors_of(step), strict=True):
+            target[: len(origin)].copy_(origin)
         graph.replay()
         has_context = step.metadata.context_lens > 0
         assert_close(out[has_context], step.run_specification()[has_context])

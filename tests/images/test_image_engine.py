@@ -191,7 +191,7 @@ def test_pixels_are_let_go_once_encoded_and_made_again_where_an_image_is_encoded
     prompts = [make_prompt(MODEL, parts) for parts in ([20, "#1", 30, "#2", 8], [7, "#0", "#1", 4])]
 
     def made_again(image: ProcessedImage) -> ProcessedImage:
-        return replace(image, again=lambda: made.append(image.key) or image.tensors)  # type: ignore[func-returns-value]
+        return replace(image, make_tensors=lambda: made.append(image.key) or image.tensors)  # type: ignore[func-returns-value]
 
     again = [replace(prompt, images=[made_again(image) for image in prompt.images]) for prompt in prompts]
     num_with_pixels: list[int] = []
@@ -213,7 +213,7 @@ def test_images_whose_pixels_cannot_be_made_again_end_their_requests_alone(llm: 
     good = make_prompt(MODEL, [20, "#3", 8])
     bad = [make_prompt(MODEL, parts) for parts in ([20, "#1", 30, "#2", 8], [7, "#0", "#1", 4])]
     for prompt in bad:
-        prompt.images[:] = [replace(image, again=fail) for image in prompt.images]
+        prompt.images[:] = [replace(image, make_tensors=fail) for image in prompt.images]
     ended = [output.outputs[0] for output in run(llm, [good, *bad])]
     assert ended[0].finish_reason == "length"
     errors = [one.error for one in ended if one.error is not None]
@@ -235,7 +235,7 @@ def test_an_aborted_request_lets_go_of_its_images(llm: LLM) -> None:
     from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.text.prompts import PreparedRequest
 
-    engine, to = engine_of(llm), Recipient([])
+    engine, recipient = engine_of(llm), Recipient([])
     prompt = make_prompt(MODEL, [20, "#1", 8])
     request = PreparedRequest(
         prompt=None,
@@ -244,7 +244,7 @@ def test_an_aborted_request_lets_go_of_its_images(llm: LLM) -> None:
         images=tuple(prompt.images),
     )
     [request_id] = engine.reserved_ids.reserve(1)
-    engine.add_request(request_id, request, to)
+    engine.add_request(request_id, request, recipient)
     engine.step()
     assert len(engine.check_open()._held_images) == 1  # type: ignore[attr-defined]
     engine.abort([request_id])

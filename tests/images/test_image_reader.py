@@ -375,13 +375,13 @@ def test_a_picture_of_a_file_is_made_again_when_the_file_and_what_was_kept_are_g
     path.unlink()
     with reader.store._lock:
         reader.store._evict(reader.store._kept_bytes)
-    assert image.again is not None
-    again = image.again()
+    assert image.make_tensors is not None
+    again = image.make_tensors()
     assert again["pixel_values"] is not image.tensors["pixel_values"]
     assert {*again} == {*image.tensors}
     assert all(torch.equal(again[name], tensor) for name, tensor in image.tensors.items())
     [unsaved] = reader.process(rendered(reader, conversation(picture(60, 40)))).images
-    assert unsaved.again is None  # nothing else has its pixels
+    assert unsaved.make_tensors is None  # nothing else has its pixels
 
 
 def test_a_store_keeps_the_pictures_used_last_and_counts_those_that_others_hold(monkeypatch: Any) -> None:

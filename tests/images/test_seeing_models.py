@@ -66,15 +66,15 @@ def run(llm: LLM, prompts: list[ProcessedPrompt], **options: Any) -> list[Reques
     params = SamplingParams(
         **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 1, "detokenize": False} | options
     )
-    to = Recipient([])
+    recipient = Recipient([])
     for prompt, request_id in zip(prompts, llm.engine.reserved_ids.reserve(len(prompts)), strict=True):
         request = PreparedRequest(
             prompt=None, token_ids=prompt.token_ids, sampling_params=params, images=tuple(prompt.images)
         )
-        llm.engine.add_request(request_id, request, to)
+        llm.engine.add_request(request_id, request, recipient)
     while not llm.engine.is_finished():
         llm.engine.step()
-    return sorted(to.outputs, key=lambda output: output.request_id)
+    return sorted(recipient.outputs, key=lambda output: output.request_id)
 
 
 def answers(outputs: list[RequestOutput]) -> list[Answer]:

@@ -239,7 +239,7 @@ def test_padded_prefill_steps_give_the_tokens_of_whole_ones(
     state = engine.runner.model_runner.state
     small = small_prefill_graphs(engine.runner.model.model, 128, only_pools=False)
     assert isinstance(small, DecoderPrefillGraphs)
-    graphs = AdaptedPrefillGraphs(small, state.adapters._no_place, torch.device("cpu"))
+    graphs = AdaptedPrefillGraphs(small, state.adapters._no_slot, torch.device("cpu"))
     monkeypatch.setattr(state.adapters, "prefill_graphs", PrefillGraphs(graphs))
     llm.reset_prefix_cache()
     for index in (1, 2, 0):
@@ -277,21 +277,21 @@ def test_a_slot_is_filled_beside_the_adapter_that_steps_may_still_read(llm: LLM,
     memory = SlotMemory(SlotLayout(adapters.layers, 8), 2, torch.float32, torch.device("cpu"))
     name, first, second = "model.layers.1.mlp.gate_up_proj", *(adapters.read(trio[one][0]) for one in ("all", "some"))
     memory.fill(0, first)
-    place, a = memory.place_of(0), memory.matrices[name].a
-    before = a[place].clone()
+    device_slot, a = memory.device_slot(0), memory.matrices[name].a
+    before = a[device_slot].clone()
     assert torch.equal(before[:4], first[name]["gate"].a)
     for one in (second, first, second):
         memory.fill(0, one)
-        assert {memory.place_of(0), memory.place_of(1)} < {0, 1, 2}
+        assert {memory.device_slot(0), memory.device_slot(1)} < {0, 1, 2}
         if one is second:  # of rank 1, and of the half alone that comes last
-            its = a[memory.place_of(0)]
+            its = a[memory.device_slot(0)]
             assert torch.equal(its[8:9], second[name]["up"].a)
             assert not its[:8].any()
             assert not its[9:].any()
     memory.fill(0, first)
-    place = memory.place_of(0)
+    device_slot = memory.device_slot(0)
     memory.fill(0, second)
-    assert torch.equal(a[place], before), "as it was, until another one comes"
+    assert torch.equal(a[device_slot], before), "as it was, until another one comes"
 
 
 def test_an_id_stands_for_one_folder_until_it_is_removed(llm: LLM, trio: Trio, requests: list[Any]) -> None:

@@ -73,8 +73,8 @@ def test_products_and_caches_in_fewer_bits(
         x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
         product, matrices = layer.quant_method, load_file(adapter / "adapter_model.safetensors")
         step, rows = engine.runner.adapters.step, engine.runner.model_runner.state.adapters.by_row
-        [place] = {*rows.values()}
-        step.rows = LoRARows(torch.tensor([place, len(product.matrices.a), place], dtype=torch.int32))
+        [slot] = {*rows.values()}
+        step.rows = LoRARows(torch.tensor([slot, len(product.matrices.a), slot], dtype=torch.int32))
         changed = [product.apply(layer, x, None), product.apply_split(layer, x, None).sum(0)]
         step.rows = None
         plain = product.apply(layer, x, None)

@@ -156,8 +156,8 @@ def test_weights_are_updated_and_memory_comes_back(checkpoint: Callable[..., Pat
 # --- Fewer bits ---
 
 
-def rounded_to_blocks(folder: Path, to: Path, **config: Any) -> Path:
-    """Write two checkpoints: FP8 with scales of blocks, as DeepSeek writes it, to `to`; what it stands for to `folder`.
+def rounded_to_blocks(folder: Path, target: Path, **config: Any) -> Path:
+    """Write FP8 with scales of blocks, as DeepSeek does, to `target`, and the weights that it stands for to `folder`.
 
     Routers stay in 16 bits without being named, as norms, embeddings and heads do.
     """
@@ -167,13 +167,13 @@ def rounded_to_blocks(folder: Path, to: Path, **config: Any) -> Path:
         is_linear = tensor.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "mlp.gate.weight"))
         rounded, wide[name] = round_weight(name, tensor, BLOCKS) if is_linear else ({name: tensor}, tensor)
         given |= rounded
-    save_file(given, to / "model.safetensors", {"format": "pt"})
+    save_file(given, target / "model.safetensors", {"format": "pt"})
     save_file(wide, folder / "model.safetensors", {"format": "pt"})
     quantization = {name: value for name, value in BLOCKS.items() if name != "modules_to_not_convert"}
     quantization |= {"quant_method": "fp8", "fmt": "e4m3", **config}
     raw = json.loads((folder / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**raw, "quantization_config": quantization}))
-    return to
+    (target / "config.json").write_text(json.dumps({**raw, "quantization_config": quantization}))
+    return target
 
 
 BLOCK_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128}

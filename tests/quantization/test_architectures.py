@@ -23,16 +23,16 @@ def in_16_bits(name: str) -> bool:
     return any(part in name for part in ("norm", "bias", "embed", "lm_head", *SMALL_WEIGHTS))
 
 
-def rounded(folder: Path, to: Path) -> Path:
+def rounded(folder: Path, target: Path) -> Path:
     """The checkpoint with its weights rounded to FP8 and back."""
     tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if not in_16_bits(name):
             # Each row has a scale of its own, so it does not matter what is packed with what.
             tensors[name] = dequantize_weight(*fit_weight(tensor))
-    save_file(tensors, to / "model.safetensors")
-    (to / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
-    return to
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
+    return target
 
 
 ROUNDED = [name for name in ARCHITECTURES if name != "GptOssForCausalLM"]  # whose experts are not, see test_mxfp4.py

@@ -280,7 +280,7 @@ def test_what_a_form_forces_is_proposed_and_believed(num_rows: int, monkeypatch:
         texts.append(seq.prompt_token_ids + [next(numbers) + (place % 6 == 0) for place in range(120)])
         seq.constraint = cast(Any, Form(seq, texts[-1]))
     assert run(spec, stats, seqs, texts, FakeTime(monkeypatch)) < 50
-    assert spec._of_forms.probabilities(0, 1)[0] > 0.95
+    assert spec._form_acceptance.probabilities(0, 1)[0] > 0.95
 
 
 def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
@@ -293,8 +293,8 @@ def test_a_text_is_repeated_behind_what_a_form_forces() -> None:
     seq.token_ids.extend([60, 62, 7])
     spec.propose([seq])
     spec._learn()
-    assert spec._of_forms.probabilities(0, 1)[0] > FORM_PRIOR
-    assert spec._of_text.probabilities(5, 1)[0] < 0.5
+    assert spec._form_acceptance.probabilities(0, 1)[0] > FORM_PRIOR
+    assert spec._text_acceptance.probabilities(5, 1)[0] < 0.5
 
 
 def test_rows_with_a_users_function_never_propose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_suffixes_draft_what_the_published_method_does(seed: int) -> None:
     drafts._look_up(8)
     score = 0.0
     if drafts._places:
-        score = drafts._go_on(drafts._source, drafts._places, drafts._limited(8, drafts._num_trusted)).score
+        score = drafts._draft_from(drafts._source, drafts._places, drafts._max_proposals(8, drafts._num_trusted)).score
     assert score == pytest.approx(spec_of_suffix(options, [text, whole], text), abs=1e-9)
 
 

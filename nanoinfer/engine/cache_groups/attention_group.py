@@ -1,9 +1,9 @@
 """Gives sequences pages for keys and values: those of all tokens, or of the tokens that a window reaches.
 
-A group has one block table, or several in which a block of text has a page each: a column. A sequence is given the
-pages of all its known tokens when it is admitted, in a group that keeps all, and in a group with a window those of the
-next chunk. There it gives back what its window has left, and the entries of its table then point to page 0, which is
-never handed out.
+Most models have one group, which keeps all tokens and has one block table. Each block of text then has one page. A
+group with several tables has a page for it in each of them: a column. A sequence is given the pages of all its known
+tokens when it is admitted. In a group with a window it is given those of the next chunk instead. There it gives back
+what its window has left, and the entries of its table then point to page 0, which is never handed out.
 
 A cached prefix needs the pages that the window before its end reaches. Once given back, these stay cached; if they are
 handed out again, shorter prefixes are found.
@@ -15,7 +15,7 @@ from itertools import count, repeat
 from nanoinfer.engine.block_pool import BlockPool
 from nanoinfer.engine.cache_groups.cache_group import CacheGroup, Hit
 from nanoinfer.engine.cache_groups.partial_hits import CacheEntry, Column
-from nanoinfer.engine.cache_groups.specs import SlidingWindowSpec
+from nanoinfer.engine.cache_groups.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
 from nanoinfer.engine.scheduled_batch import BlockCopy, NewBlock, ScheduledBatch
 from nanoinfer.engine.sequence import Sequence
 
@@ -189,3 +189,19 @@ class SlidingWindowGroup(AttentionGroup):
     def _first_block(self, num_computed: int) -> int:
         """Return the first block that a token after so many needs."""
         return max(0, num_computed - self.window + 1) // self._pool.block_size
+
+
+def attention_groups(
+    pool: BlockPool, specs: tuple[CacheGroupSpec, ...], num_rows: int, max_chunk_tokens: int
+) -> list[AttentionGroup]:
+    """Return a group for each spec that has block tables, in their order. num_rows: of a table on the device."""
+    groups: list[AttentionGroup] = []
+    first = 0  # row of the device's tables, which lie one after another
+    for spec in specs:
+        offsets = range(first, first + spec.num_tables * num_rows, num_rows)
+        first = offsets.stop
+        if isinstance(spec, FullAttentionSpec):
+            groups.append(AttentionGroup(pool, len(groups), offsets))
+        elif isinstance(spec, SlidingWindowSpec):
+            groups.append(SlidingWindowGroup(pool, len(groups), offsets, spec, max_chunk_tokens))
+    return groups

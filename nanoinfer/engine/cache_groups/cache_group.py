@@ -1,4 +1,4 @@
-"""Defines the socket for what layers remember of a sequence: what the block manager asks of a cache group."""
+"""Defines the interface of a cache group, by which the block manager asks it for what layers remember of a sequence."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -22,7 +22,7 @@ MAX_PASSED_OVER = 256  # in a step, since each is looked up
 
 Column = tuple[int, ...]  # the pages of a block of text, one in each table of a group
 Columns = tuple[Column | None, ...]  # by group with block tables; None where a group has lost its pages
-Parent = int | tuple[Hashable]  # what a block comes after: the serial number of an entry, or `Sequence.root`
+Parent = int | tuple[Hashable]  # what a block comes after: the serial number of an entry, or `Sequence.prefix_root`
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class PassedOver:
     take neither the rows nor the blocks that they will need. max_prompts: how many may stay.
     """
 
-    def __init__(self, max_prompts: int) -> None:
+    def __init__(self, max_prompts: int = MAX_PASSED_OVER) -> None:
         self.max_prompts = max_prompts
         self.seqs: list[Sequence] = []
         self.num_saved = 0  # tokens that the next step finds, of all of them together

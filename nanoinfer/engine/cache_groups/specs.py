@@ -56,6 +56,7 @@ class RecurrentStateSpec:
 
     num_snapshots: int  # states that can be kept for prefix hits; 0 where prefixes are not cached
     num_tables: int = 0
+    window: None = None
 
 
 CacheGroupSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec

@@ -83,7 +83,7 @@ class StateGroup(CacheGroup):
         if snapshot is None:
             return False
         num_blocks = num_computed // self._pool.block_size
-        parent = seq.prefix_serials[num_blocks - 1] if num_blocks else seq.root
+        parent = seq.prefix_serials[num_blocks - 1] if num_blocks else seq.prefix_root
         tail = snapshot.text[num_blocks * self._pool.block_size :].tobytes()
         self.snapshots.keep(snapshot, parent, tail)
         return True

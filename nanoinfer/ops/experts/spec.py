@@ -1,11 +1,27 @@
 """Specifies the MLPs of a mixture's experts: what each token's experts add to it, times their weights.
 
-`expert_ids` and `weights` are (num_tokens, num_experts_per_tok), as `route` returns them. An id of num_experts stands
-for no expert, and yields zeros.
+The router has chosen experts for each token (`ops/routing`): `expert_ids` and `weights` are (num_tokens,
+num_experts_per_tok). Each chosen expert computes an MLP for the token, down(activation(gate, up)), and its result is
+multiplied by the weight. The results stay apart, and the caller adds them up. An id of num_experts stands for no
+expert, and yields zeros.
 
-The kernels beside this file speak of pairs, tiles, lines and items. A pair is a token and one of its experts. A tile
-holds pairs of one expert, which a program multiplies together. A line is a row of an expert's weight, which makes one
-column of the outputs. An item is a tile and a block of columns, where programs take one after the other (`hopper.py`).
+The kernels beside this file speak of
+
+- pairs: a token and one of its experts, with the id token * num_experts_per_tok + choice.
+- tiles: pairs of one expert, which a program multiplies together. A tile has room for 16 pairs or more, and the last
+  one of an expert may be partly empty.
+- lines: rows of an expert's weight. Each makes one column of the outputs.
+- items: a tile and a block of columns, where programs take one after the other (`hopper.py`).
+
+For example, token 0 has experts 0 and 2, and token 1 has experts 2 and 1: `expert_ids` is [[0, 2], [2, 1]]. Sorted by
+expert, in tiles of only two pairs, these are
+
+    tile 0    expert 0    pair 0, which is token 0
+    tile 1    expert 1    pair 3, which is token 1
+    tile 2    expert 2    pair 1, which is token 0; pair 2, which is token 1
+
+so the weight of expert 2 is read once for both tokens. The result of pair 1 is row [1, 0] of the output, which has
+choices before tokens.
 """
 
 from collections.abc import Iterator
@@ -24,6 +40,7 @@ from nanoinfer.ops.int4.spec import PackedWeight, dequantize
 class ExpertWeights(NamedTuple):
     """Holds one weight matrix of each expert, in 32, 16, 8 or 4 bits. All tensors are contiguous.
 
+    num_rows counts output features, and depth counts input features.
     values: (num_experts, num_rows, depth) in the model's dtype or e4m3; for 4 bits (num_experts, num_rows, depth / 8)
     int32. scales: None for the model's dtype; (num_experts, num_rows) if each row has one; else 3-D, with one for each
     block of 128 in e4m3, or for each group in 4 bits. See `ops/fp8/spec.py` and `ops/int4/spec.py`.

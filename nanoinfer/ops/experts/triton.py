@@ -1,15 +1,21 @@
-"""The experts' MLPs as two grouped matrix products.
+"""The experts' MLPs as two grouped matrix products. `spec.py` explains pairs and tiles, with an example.
 
-The pairs of a token and an expert are sorted into tiles of one expert each (`ops/routing`), and each product is one
-kernel over tiles and columns. Rows are gathered where they are read, and nothing is copied into order.
+`expert_mlp` launches
+
+1. `plan_tiles` (`ops/routing`), which sorts the pairs into tiles of one expert each.
+2. `grouped_product` with gate_up: a program multiplies the tokens of a tile by some columns of their expert's weight,
+   and activates the result. Each program has a column of the gate next to the same column of up, so one thread holds
+   both. The result is (num_pairs, inner_size).
+3. `grouped_product` with down: as before, on the pairs' rows of that result. It multiplies each by the pair's weight,
+   and writes it to where the specification has it.
+
+Rows are gathered where they are read, and nothing is copied into order. How a product is cut depends on its size:
 
 - Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own (`hopper.py`).
 - Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper `hopper_int4.py`). Where
   larger tiles pay, they are widened first: those in int4, and on Hopper those in MXFP4 from `WIDE_PAIRS` on.
-- SwiGLU is computed where gate and up are: each program has a column of the gate next to the same column of up, so that
-  one thread holds both.
 """
 
 from typing import NamedTuple
@@ -290,11 +296,11 @@ def grouped_product(
     is_gated: bool | int,
     clamps: tuple[float, float] | None = None,
 ) -> None:
-    """Multiply the rows of each expert's pairs, as `plan` lists them, with its rows of the weight.
+    """Compute one of the two products: multiply the rows of each expert's pairs, as `plan` lists them, by its weight.
 
-    is_gated: x is (num_tokens, depth), and out becomes the activation of each pair, (num_pairs, num_rows / 2), by
-    GeGLU if it is GEGLU; else x is (num_pairs, depth), and out becomes the products times `pair_weights`,
-    (num_choices, num_tokens, num_rows).
+    is_gated: True, or GEGLU, for the product with gate_up. Then x is (num_tokens, depth), and out becomes the
+    activations, (num_pairs, num_rows / 2), by SwiGLU or GeGLU. False for the product with down. Then x is (num_pairs,
+    depth), and out becomes the products times `pair_weights`, (num_choices, num_tokens, num_rows).
     The weight's rows may be longer than those of x. Scales of MXFP4 are those of blocks, int32. clamps: of SwiGLU.
     """
     (num_experts, num_rows), depth, num_slots = weight.values.shape[:2], x.shape[1], len(plan.tile_experts)

@@ -17,6 +17,8 @@ from nanoinfer.ops.dispatch import op
 class LoRAMatrices(NamedTuple):
     """Holds one layer's matrices of the adapters in all slots; numbers beyond the rank of an adapter are 0.
 
+    A slot is a device slot here: an index of these matrices (`lora/slot_memory.py`).
+
     A layer may pack several products (shards) of the same inputs: q, k and v, say. Each has an A of its own, and the
     rows of its B are its outputs.
     """
