@@ -167,7 +167,12 @@ def _gated_delta_step_kernel(
     tl.store(out_ptrs, gated_norm(out, z, weight, eps, value_dim, v_inputs.dtype), mask=is_value)
 
 
-@triton.jit(do_not_specialize=["chunks_ptr"])  # or a step of another size compiles it again
+# What differs from step to step, or the kernels would be compiled again for the first real steps: places in packets and
+# in tables, and how many states there are, which an engine knows only when it has measured its memory.
+CHANGING = ["rows_ptr", "num_places", "rows_stride"]
+
+
+@triton.jit(do_not_specialize=["chunks_ptr", *CHANGING])
 def _convolve_kernel(
     qkvz_ptr,
     conv_inputs_ptr,
@@ -209,7 +214,7 @@ def _convolve_kernel(
     tl.store(out_ptrs, silu(total, out_ptr.dtype.element_ty), mask=is_token & is_channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def _keep_inputs_kernel(
     qkvz_ptr,
     conv_inputs_ptr,
@@ -359,7 +364,7 @@ def _prepare_chunks_kernel(
     tl.store(factor_ptrs + 3 * size, tl.exp(total_decay), mask=is_token)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", *CHANGING])
 def _pass_states_kernel(
     qkv_ptr,
     inverse_ptr,

@@ -23,6 +23,7 @@ SEGMENT = 8192  # pairs that a program looks through; more are counted in segmen
 # Segments whose counts a program looks up, if there are several: as many for all steps of 2**17 pairs or fewer, so that
 # these run one kernel, which is compiled once.
 MIN_SEGMENTS = 16
+MANY_EXPERTS = 256  # for more, the pairs are counted once, and not by the program of each expert
 MIN_BINS = 32  # of a histogram: one for each thread of a warp
 EPS = tl.constexpr(spec.EPS)
 SMALLEST = tl.constexpr(-(2**31))  # of int32: after all others
@@ -306,7 +307,8 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
     plan = TilePlan(pairs, tile_experts, num_tiles, tile_size)
     num_segments = ceil_div(num_pairs, SEGMENT)
     bins = max(MIN_BINS, next_power_of_2(num_experts))
-    counts = expert_ids.new_empty(num_segments, bins) if num_segments > 1 else None
+    is_counted = num_segments > 1 or num_experts > MANY_EXPERTS
+    counts = expert_ids.new_empty(num_segments, bins) if is_counted else None
     common: dict[str, Any] = {
         "num_experts": num_experts,
         "SEGMENT": SEGMENT,
@@ -323,7 +325,7 @@ def plan_tiles(expert_ids: Tensor, num_experts: int, tile_size: int) -> TilePlan
         *plan.tensors,
         num_pairs,
         TILE=tile_size,
-        SEGMENTS=1 if counts is None else max(MIN_SEGMENTS, next_power_of_2(num_segments)),
+        SEGMENTS=1 if num_segments == 1 else max(MIN_SEGMENTS, next_power_of_2(num_segments)),
         **common,
     )
     return plan
