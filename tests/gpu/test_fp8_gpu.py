@@ -256,7 +256,8 @@ GEMMA4 = (2816, 704, 128, 8)  # with GeGLU
 @pytest.mark.parametrize("block_size", [None, 128])
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 40, 128, 256, 600, 3000])
 @pytest.mark.parametrize(
-    ("hidden", "inner", "experts", "choices"), [(2048, 768, 128, 8), (4096, 1792, 8, 2), (384, 256, 6, 3), GEMMA4]
+    ("hidden", "inner", "experts", "choices"),
+    [(2048, 768, 128, 8), (4096, 1792, 8, 2), (384, 256, 6, 3), (480, 256, 6, 3), GEMMA4],
 )
 def test_experts_equal_their_specification(
     hidden: int, inner: int, experts: int, choices: int, num_tokens: int, block_size: int | None

@@ -92,12 +92,13 @@ def _fetch(
             second_ptrs = x_ptr + second_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
             x_scale_ptrs = x_scales_ptr + its_row.to(gl.int64) * x_scale_stride
             # Of gate and up, which lie one behind the other, the same columns; else neighbours.
-            line = expert * num_columns + item % num_blocks * (part if GATED else 2 * part)
+            first_line = item % num_blocks * (part if GATED else 2 * part)
+            line = expert * num_columns + first_line
             distance: gl.constexpr = num_columns // 2 if GATED else part
             # The block of lines that has the scales of each half of the columns: one value for all threads of a half.
-            block = line // width + place // half_rows * (distance // width)
-            block = gl.minimum(block, num_experts * num_columns // width - 1)
-            weight_scale_ptrs = weight_scales_ptr + block * num_groups
+            num_line_blocks: gl.constexpr = (num_columns + width - 1) // width
+            block = gl.minimum(first_line // width + place // half_rows * (distance // width), num_line_blocks - 1)
+            weight_scale_ptrs = weight_scales_ptr + (expert * num_line_blocks + block) * num_groups
             for step in range(0, num_groups):
                 stage = count % STAGES
                 start = step * width
