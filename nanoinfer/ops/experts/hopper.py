@@ -2,9 +2,10 @@
 
 It computes what the two kernels of `triton.py` do, from the same tiles of 128 pairs. The warps of a program have
 parts of their own: four fetch rows (gathered, with one copy for each 16 bytes) and weights (in bulk, TMA) into a ring
-of buffers, and two groups of four multiply, each half of the tile's rows. As many programs run as there are
-multiprocessors. Neighbouring items are columns of a tile, and tiles of an expert, so what they read is in the L2 cache.
-Columns beyond the last are computed, of whatever lies there, and not written.
+of buffers, and two groups of four multiply, each half of the tile's rows, or nothing if these have no pairs. Results go
+through shared memory, to be written 16 bytes at a time. As many programs run as there are multiprocessors. Neighbouring
+items are columns of a tile, and tiles of an expert, so what they read is in the L2 cache. Columns beyond the last are
+computed, of whatever lies there, and not written.
 
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
@@ -84,9 +85,10 @@ def store_rows(values, out_ptr, pairs_ptr, num_pairs, first_column, width: gl.co
 
 
 @gluon.jit
-def _fetch(
+def fetch(
     x_ptr,
     weight_desc,
+    scales,
     plan,
     x_row_stride,
     num_pairs,
@@ -98,15 +100,22 @@ def _fetch(
     num_columns: gl.constexpr,
     depth: gl.constexpr,
     GATED: gl.constexpr,
+    X_GROUPS: gl.constexpr,
+    BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Take one item after the other, and fetch its rows and weights."""
+    """Take one item after the other, and fetch its rows and weights.
+
+    scales: of FP8: pointers to those of rows and of weights, a stride and two buffers, see `hopper_fp8.py`; else None.
+    X_GROUPS, BLOCKS: whether the scales of each step along `depth` come with it.
+    """
     pairs_ptr, tile_experts_ptr, num_tiles_ptr = plan
     x, weight = buffers
     half_rows: gl.constexpr = x.shape[1]
     width: gl.constexpr = x.shape[2]
     part: gl.constexpr = weight.shape[1] // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    num_steps: gl.constexpr = (depth + width - 1) // width
+    layout: gl.constexpr = gl.BlockedLayout([1, width // 8], [4, 8], [4, 1], [1, 0])  # lines of 128 bytes
     row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
     k = gl.arange(0, width, gl.SliceLayout(0, layout))
     num_blocks: gl.constexpr = (num_columns + 2 * part - 1) // (2 * part)
@@ -116,25 +125,45 @@ def _fetch(
         tile = item // num_blocks
         expert = gl.load(tile_experts_ptr + tile)
         if expert < num_experts:
-            first_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + row)
-            second_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + half_rows + row)
+            tile_pairs_ptr = pairs_ptr + tile * (2 * half_rows)
+            first_pair, second_pair = gl.load(tile_pairs_ptr + row), gl.load(tile_pairs_ptr + half_rows + row)
             first_row, second_row = first_pair, second_pair
             if GATED:
                 first_row, second_row = first_pair // num_choices, second_pair // num_choices
             first_ptrs = x_ptr + first_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
             second_ptrs = x_ptr + second_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
             # Of gate and up, which lie one behind the other, the same columns; else neighbours.
-            line = expert * num_columns + item % num_blocks * (part if GATED else 2 * part)
+            first_line = item % num_blocks * (part if GATED else 2 * part)
+            line = expert * num_columns + first_line
             distance: gl.constexpr = num_columns // 2 if GATED else part
-            for start in range(0, depth, width):
+            if X_GROUPS or BLOCKS:
+                x_scales_ptr, weight_scales_ptr, x_scale_stride, x_scales, weight_scales = scales
+                place = gl.arange(0, 2 * half_rows, gl.BlockedLayout([1], [32], [4], [0]))
+                pair = gl.load(tile_pairs_ptr + place)
+                x_row = pair // num_choices if GATED else pair
+                x_scale_ptrs = x_scales_ptr + x_row.to(gl.int64) * x_scale_stride
+                # The block of lines that has the scales of each half of the columns: one for all threads of a half.
+                num_line_blocks: gl.constexpr = (num_columns + width - 1) // width
+                block = gl.minimum(first_line // width + place // half_rows * (distance // width), num_line_blocks - 1)
+                weight_scale_ptrs = weight_scales_ptr + (expert * num_line_blocks + block) * num_steps
+            for step in range(0, num_steps):
                 stage = count % STAGES
+                start = step * width
                 mbarrier.wait(empty.index(stage), (count // STAGES) & 1 ^ 1)
                 mbarrier.expect(full.index(stage), 2 * weight_desc.block_type.nbytes)
                 load_tile(weight_desc, [line, start], full.index(stage), weight.index(stage).slice(0, part))
-                second = weight.index(stage).slice(part, part)
-                load_tile(weight_desc, [line + distance, start], full.index(stage), second)
-                gather(x.index(2 * stage), first_ptrs + start, mask=(first_pair < num_pairs)[:, None])
-                gather(x.index(2 * stage + 1), second_ptrs + start, mask=(second_pair < num_pairs)[:, None])
+                second_half = weight.index(stage).slice(part, part)
+                load_tile(weight_desc, [line + distance, start], full.index(stage), second_half)
+                first_mask, second_mask = (first_pair < num_pairs)[:, None], (second_pair < num_pairs)[:, None]
+                if depth % width != 0:
+                    is_inside = (start + k < depth)[None, :]
+                    first_mask, second_mask = first_mask & is_inside, second_mask & is_inside
+                gather(x.index(2 * stage), first_ptrs + start, mask=first_mask)
+                gather(x.index(2 * stage + 1), second_ptrs + start, mask=second_mask)
+                if X_GROUPS:
+                    gather(x_scales.index(stage), x_scale_ptrs + step, mask=pair < num_pairs)
+                if BLOCKS:
+                    gather(weight_scales.index(stage), weight_scale_ptrs + step)
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                 count += 1
 
@@ -269,9 +298,9 @@ def _hopper_experts_kernel(
                 gl.constexpr(1), plan, pair_weights_ptr, bias_ptr, clamps, out_ptr, num_pairs, buffers, full, empty,
                 num_choices, num_experts, num_columns, depth, GATED, STAGES,
             )),
-            (_fetch, (
-                x_ptr, weight_desc, plan, x_row_stride, num_pairs, buffers, full, empty,
-                num_choices, num_experts, num_columns, depth, GATED, STAGES,
+            (fetch, (
+                x_ptr, weight_desc, None, plan, x_row_stride, num_pairs, buffers, full, empty,
+                num_choices, num_experts, num_columns, depth, GATED, gl.constexpr(False), gl.constexpr(False), STAGES,
             )),
         ],
         [4, 4],

@@ -1,13 +1,10 @@
 """One grouped product of the experts' MLPs for Hopper GPUs, in Gluon: long steps, weights and activations in FP8.
 
-It computes what the two kernels of `triton_fp8.py` do, in tiles of 128 pairs, as `hopper.py` does in 16 bits: four
-warps fetch rows and weights, and two groups of four multiply, each half of the tile's rows.
+It computes what the two kernels of `triton_fp8.py` do, in tiles of 128 pairs, as `hopper.py` does in 16 bits.
 
 - Where scales are of groups or blocks, the tensor cores begin their sums anew with each 128 inputs, and the sums are
   added up in float32, times the scales (as in DeepGEMM). While one group of warps adds, the other multiplies.
 - The scales of 128 inputs come with them, through shared memory: a load of its own would keep each step waiting.
-- A group of warps whose rows have no pairs multiplies nothing.
-- Results go through shared memory, to be written 16 bytes at a time.
 
 Triton's interpreter does not run Gluon: the specification is compared on a GPU alone; a CPU only compiles the kernel.
 """
@@ -16,7 +13,6 @@ import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,13 +23,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanoinfer.ops.common.device_properties import num_multiprocessors
 from nanoinfer.ops.common.fp8_format import FP8_MAX, GROUP_SIZE, TINY, TO_SCALE
-from nanoinfer.ops.common.hopper import MAX_REGISTERS, gather, load_tile
+from nanoinfer.ops.common.hopper import MAX_REGISTERS
 from nanoinfer.ops.experts.hopper import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     PART,
     ROWS,
     both_halves,
+    fetch,
     gated,
     store_rows,
 )
@@ -46,85 +43,9 @@ SCALES_LAYOUT = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
 
 
 @gluon.jit
-def _fetch(
-    source,
-    plan,
-    num_pairs,
-    buffers,
-    full,
-    empty,
-    num_choices: gl.constexpr,
-    num_experts: gl.constexpr,
-    num_columns: gl.constexpr,
-    depth: gl.constexpr,
-    GATED: gl.constexpr,
-    X_GROUPS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Take one item after the other, and fetch its rows, weights and scales."""
-    x_ptr, x_scales_ptr, weight_desc, weight_scales_ptr, x_row_stride, x_scale_stride = source
-    pairs_ptr, tile_experts_ptr, num_tiles_ptr = plan
-    x, weight, x_scales, weight_scales = buffers
-    half_rows: gl.constexpr = x.shape[1]
-    width: gl.constexpr = x.shape[2]
-    part: gl.constexpr = weight.shape[1] // 2
-    num_groups: gl.constexpr = (depth + width - 1) // width
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, half_rows, gl.SliceLayout(1, layout))
-    k = gl.arange(0, width, gl.SliceLayout(0, layout))
-    place = gl.arange(0, 2 * half_rows, gl.BlockedLayout([1], [32], [4], [0]))
-    num_blocks: gl.constexpr = (num_columns + 2 * part - 1) // (2 * part)
-    num_items = gl.load(num_tiles_ptr) * num_blocks
-    count = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        tile = item // num_blocks
-        expert = gl.load(tile_experts_ptr + tile)
-        if expert < num_experts:
-            first_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + row)
-            second_pair = gl.load(pairs_ptr + tile * (2 * half_rows) + half_rows + row)
-            pair = gl.load(pairs_ptr + tile * (2 * half_rows) + place)
-            first_row, second_row, its_row = first_pair, second_pair, pair
-            if GATED:
-                first_row, second_row = first_pair // num_choices, second_pair // num_choices
-                its_row = pair // num_choices
-            first_ptrs = x_ptr + first_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
-            second_ptrs = x_ptr + second_row.to(gl.int64)[:, None] * x_row_stride + k[None, :]
-            x_scale_ptrs = x_scales_ptr + its_row.to(gl.int64) * x_scale_stride
-            # Of gate and up, which lie one behind the other, the same columns; else neighbours.
-            first_line = item % num_blocks * (part if GATED else 2 * part)
-            line = expert * num_columns + first_line
-            distance: gl.constexpr = num_columns // 2 if GATED else part
-            # The block of lines that has the scales of each half of the columns: one value for all threads of a half.
-            num_line_blocks: gl.constexpr = (num_columns + width - 1) // width
-            block = gl.minimum(first_line // width + place // half_rows * (distance // width), num_line_blocks - 1)
-            weight_scale_ptrs = weight_scales_ptr + (expert * num_line_blocks + block) * num_groups
-            for step in range(0, num_groups):
-                stage = count % STAGES
-                start = step * width
-                mbarrier.wait(empty.index(stage), (count // STAGES) & 1 ^ 1)
-                mbarrier.expect(full.index(stage), 2 * weight_desc.block_type.nbytes)
-                load_tile(weight_desc, [line, start], full.index(stage), weight.index(stage).slice(0, part))
-                second = weight.index(stage).slice(part, part)
-                load_tile(weight_desc, [line + distance, start], full.index(stage), second)
-                first_mask, second_mask = (first_pair < num_pairs)[:, None], (second_pair < num_pairs)[:, None]
-                if depth % width != 0:
-                    is_inside = (start + k < depth)[None, :]
-                    first_mask, second_mask = first_mask & is_inside, second_mask & is_inside
-                gather(x.index(2 * stage), first_ptrs + start, mask=first_mask)
-                gather(x.index(2 * stage + 1), second_ptrs + start, mask=second_mask)
-                if X_GROUPS:
-                    gather(x_scales.index(stage), x_scale_ptrs + step, mask=pair < num_pairs)
-                if BLOCKS:
-                    gather(weight_scales.index(stage), weight_scale_ptrs + step)
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-                count += 1
-
-
-@gluon.jit
 def _multiply(
     half: gl.constexpr,
-    source,
+    scales,
     plan,
     pair_weights_ptr,
     out,
@@ -143,10 +64,10 @@ def _multiply(
     STAGES: gl.constexpr,
 ):
     """Multiply half of the rows of each item, and write them."""
-    _, x_scales_ptr, _, weight_scales_ptr, _, x_scale_stride = source
+    x_scales_ptr, weight_scales_ptr, x_scale_stride, x_scales, weight_scales = scales
     pairs_ptr, tile_experts_ptr, num_tiles_ptr = plan
     out_ptr, out_scales_ptr, static_scale_ptr = out
-    x, weight, x_scales, weight_scales = buffers
+    x, weight = buffers
     half_rows: gl.constexpr = x.shape[1]
     width: gl.constexpr = x.shape[2]
     part: gl.constexpr = weight.shape[1] // 2
@@ -224,8 +145,8 @@ def _multiply(
             second *= gl.load(ptrs + distance, mask=column + distance < num_columns, other=0.0)[None, :]
         if not X_GROUPS:
             x_row = pair // num_choices if GATED else pair
-            scales = gl.load(x_scales_ptr + x_row.to(gl.int64) * x_scale_stride, mask=is_pair, other=0.0)[:, None]
-            first, second = first * scales, second * scales
+            of_rows = gl.load(x_scales_ptr + x_row.to(gl.int64) * x_scale_stride, mask=is_pair, other=0.0)[:, None]
+            first, second = first * of_rows, second * of_rows
         if has_pairs:
             if GATED:
                 if expert < num_experts:
@@ -306,24 +227,24 @@ def _hopper_fp8_experts_kernel(
         mbarrier.init(full.index(stage), count=129)  # 128 threads that copy rows, and one that announces the weights
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    source = (x_ptr, x_scales_ptr, weight_desc, weight_scales_ptr, x_row_stride, x_scale_stride)
+    scales = (x_scales_ptr, weight_scales_ptr, x_scale_stride, x_scales, weight_scales)
     plan = (pairs_ptr, tile_experts_ptr, num_tiles_ptr)
     out = (out_ptr, out_scales_ptr, static_scale_ptr)
-    buffers = (x, weight, x_scales, weight_scales)
+    buffers = (x, weight)
     # The constants are named in the call itself: a variable would make numbers of a step of them.
     gl.warp_specialize(
         [
             (_multiply, (
-                gl.constexpr(0), source, plan, pair_weights_ptr, out, num_pairs, buffers, full, empty,
+                gl.constexpr(0), scales, plan, pair_weights_ptr, out, num_pairs, buffers, full, empty,
                 num_choices, num_experts, num_columns, depth, GATED, X_GROUPS, BLOCKS, DTYPE, STAGES,
             )),
             (_multiply, (
-                gl.constexpr(1), source, plan, pair_weights_ptr, out, num_pairs, buffers, full, empty,
+                gl.constexpr(1), scales, plan, pair_weights_ptr, out, num_pairs, buffers, full, empty,
                 num_choices, num_experts, num_columns, depth, GATED, X_GROUPS, BLOCKS, DTYPE, STAGES,
             )),
-            (_fetch, (
-                source, plan, num_pairs, buffers, full, empty,
-                num_choices, num_experts, num_columns, depth, GATED, X_GROUPS, BLOCKS, STAGES,
+            (fetch, (
+                x_ptr, weight_desc, scales, plan, x_row_stride, num_pairs, buffers, full, empty, num_choices,
+                num_experts, num_columns, depth, GATED, X_GROUPS, BLOCKS, STAGES,
             )),
         ],
         [4, 4],
