@@ -154,7 +154,7 @@ class Experts(nn.Module):
         There are none where weights of fewer bits may be widened: the largest step runs at the same time, and needs
         the memory that this takes.
         """
-        if num_rows != 1 or self.gate_up_proj.quant_method.kind is ProductKind.WIDENED:
+        if num_rows != 1 or self.gate_up_proj.quant_method.kind in (ProductKind.WIDENED, ProductKind.NARROW):
             return []
         return [partial(self._compute_zeros, pairs) for pairs in PAIRS_BETWEEN]
 

@@ -19,7 +19,6 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.attention_layer import Attention
 from nanoinfer.layers.attention.backend import AttentionSpec
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
-from nanoinfer.layers.experts import PackedExperts
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet
 from nanoinfer.layers.layernorm import ResidualStream, ResidualSum, RMSNorm, WholeNorm, normalise_wholly
 from nanoinfer.layers.linear import (
@@ -27,18 +26,10 @@ from nanoinfer.layers.linear import (
     PartialSum,
     QKVParallelLinear,
     RowParallelLinear,
-    ShardedLinear,
     ShardedVector,
 )
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
-from nanoinfer.models.decoder_spec import (
-    IN_PIECES,
-    WAYS_OF_EXPERTS,
-    WAYS_OF_PRODUCTS,
-    DecoderSetup,
-    DecoderSpec,
-    Mixer,
-)
+from nanoinfer.models.decoder_spec import IN_PIECES, WAYS_OF_PRODUCTS, DecoderSetup, DecoderSpec, Mixer
 from nanoinfer.models.forward_step import ForwardStep
 from nanoinfer.models.layer_stack import Layer, LayerStack, Way
 from nanoinfer.ops.activations.spec import sigmoid_and_mul
@@ -212,13 +203,12 @@ class DecoderLayer(Layer):
 
     @cached_property
     def ways(self) -> Set[Way]:
+        methods = (getattr(part, "quant_method", None) for part in self.modules())
         ways = frozenset() if self.has_multipliers else self.spec.ways
         if self.is_linear:
             ways &= {Way.GRAPHS}
-        for part in self.modules():
-            if isinstance(part, ShardedLinear):
-                of_kinds = WAYS_OF_EXPERTS if isinstance(part, PackedExperts) else WAYS_OF_PRODUCTS
-                ways &= of_kinds[part.quant_method.kind]
+        for kind in {method.kind for method in methods if method is not None}:
+            ways &= WAYS_OF_PRODUCTS[kind]
         return ways & IN_PIECES if self.has_experts else ways
 
     def normalise_input(self, stream: ResidualStream) -> None:

@@ -37,10 +37,9 @@ IN_PIECES = frozenset((Way.GRAPHS, Way.SLICES))
 WAYS_OF_PRODUCTS: Mapping[ProductKind, Set[Way]] = {
     ProductKind.PLAIN: frozenset(Way),
     ProductKind.WIDENED: frozenset((Way.FEW_CALLS,)),
+    ProductKind.NARROW: frozenset((Way.GRAPHS,)),
     ProductKind.ROUNDED: IN_PIECES,
 }
-# Experts of fewer bits are read as such in small steps, the only ones that have graphs.
-WAYS_OF_EXPERTS = {**WAYS_OF_PRODUCTS, ProductKind.WIDENED: frozenset((Way.GRAPHS,))}
 
 
 class Mixer(Protocol):

@@ -65,7 +65,7 @@ class Buffers(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.rows, *chain(*self.of_layers)]
+        return [self.rows, *chain(*dict.fromkeys(self.of_layers))]
 
     def first(self, num_tokens: int) -> "Buffers":
         @cache  # layers share them

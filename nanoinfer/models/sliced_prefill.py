@@ -67,7 +67,8 @@ def _pieces(decoder: Decoder, buffers: Buffers) -> Iterator[None]:
     """
     num_slices, tp = ceil_div(len(buffers.rows), SLICE_TOKENS), decoder.tp
     exchange = tp.copy_engines or PlainExchange(tp, buffers.rows)
-    tensors = buffers.rows, *buffers.of_layers[0]  # all layers share these
+    assert len(set(map(id, buffers.of_layers))) == 1, "in slices, all layers share their buffers"
+    tensors = buffers.rows, *buffers.of_layers[0]
     parts = zip(*(tensor.tensor_split(num_slices) for tensor in tensors), strict=True)
     slices = [Slice(exchange, tp, index, *tensors) for index, tensors in enumerate(parts)]
     first, *others = decoder.layers

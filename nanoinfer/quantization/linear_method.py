@@ -83,6 +83,7 @@ class ProductKind(Enum):
 
     PLAIN = auto()  # a weight in the dtype of the model, which other kernels may read too
     WIDENED = auto()  # a weight of fewer bits, of which each product makes a copy in the dtype of the model
+    NARROW = auto()  # a weight of fewer bits, which is read as such, and widened in long steps alone
     ROUNDED = auto()  # a weight of fewer bits, to which the inputs are rounded
 
 

@@ -1,10 +1,10 @@
 """The engine's Proposer: proposes a draft for each row, if the controller finds that proposals pay.
 
-The scheduler calls it twice for each decode step:
+The scheduler calls it once or twice for each decode step:
 
-1. `waits`, while the step before is in flight. If proposals pay, or have paid lately, the answer is yes: the tokens of
+1. `waits`, if the step before is in flight. If proposals pay, or have paid lately, the answer is yes: the tokens of
    that step are then collected first. Until they come, the Speculator learns from earlier proposals, indexes texts, and
-   drafts for rows whose proposals will all be right.
+   drafts for the case that all of a row's proposals are right.
 2. `propose`. If the step has waited, each row is drafted for (`DraftedRow.follow`), the proposals are ranked
    (`Offers`), the controller chooses how many lines the step has, and the likeliest proposals fill them.
 

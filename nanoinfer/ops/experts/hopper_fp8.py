@@ -145,7 +145,8 @@ def _multiply(
             second *= gl.load(ptrs + distance, mask=column + distance < num_columns, other=0.0)[None, :]
         if not X_GROUPS:
             x_row = pair // num_choices if GATED else pair
-            of_rows = gl.load(x_scales_ptr + x_row.to(gl.int64) * x_scale_stride, mask=is_pair, other=0.0)[:, None]
+            has_scale = is_pair & (expert < num_experts)  # what has no expert was not written
+            of_rows = gl.load(x_scales_ptr + x_row.to(gl.int64) * x_scale_stride, mask=has_scale, other=0.0)[:, None]
             first, second = first * of_rows, second * of_rows
         if has_pairs:
             if GATED:

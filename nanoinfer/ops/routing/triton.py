@@ -20,9 +20,9 @@ from nanoinfer.ops.routing import spec
 
 MIN_CHUNK, MAX_CHUNK = 128, 2048  # pairs that a program sorts at a time
 SEGMENT = 8192  # pairs that a program looks through; more are counted in segments first
-# Segments whose counts a program looks up, if there are several: as many for all steps of 2**17 pairs or fewer, so that
+# Segments whose counts a program looks up, if there are several: as many for all steps of 2**18 pairs or fewer, so that
 # these run one kernel, which is compiled once.
-MIN_SEGMENTS = 16
+MIN_SEGMENTS = 32
 MANY_EXPERTS = 256  # for more, the pairs are counted once, and not by the program of each expert
 MIN_BINS = 32  # of a histogram: one for each thread of a warp
 EPS = tl.constexpr(spec.EPS)

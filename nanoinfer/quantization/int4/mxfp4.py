@@ -48,7 +48,7 @@ class Mxfp4Method(LinearMethod):
     num_groups) uint8, exponents of 2 with 127 added.
     """
 
-    kind = ProductKind.WIDENED
+    kind = ProductKind.NARROW
 
     def __init__(self, layer: Any) -> None:
         self.dtype, self.device = layer.weight.dtype, layer.weight.device
