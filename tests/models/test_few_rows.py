@@ -168,6 +168,8 @@ def test_no_part_of_a_layer_leaves_its_sums_to_a_norm_that_cannot_reduce_them(no
         ({}, [ProductKind.PLAIN, ProductKind.PLAIN], {*Way}),
         ({}, [ProductKind.PLAIN, ProductKind.ROUNDED], PIECES),
         ({}, [ProductKind.PLAIN, ProductKind.WIDENED], {Way.FEW_CALLS}),
+        ({"has_experts": True}, [ProductKind.PLAIN, ProductKind.NARROW], {Way.GRAPHS}),
+        ({"has_experts": True}, [ProductKind.PLAIN, ProductKind.WIDENED], set()),
     ],
 )
 def test_experts_multipliers_and_products_keep_a_layer_off_the_ways_that_do_not_know_them(
