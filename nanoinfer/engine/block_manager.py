@@ -129,7 +129,7 @@ class BlockManager:
         if self.enable_prefix_caching:
             hit.entries = self.pool.find_chain(seq)
             # A hit that one group has shortened may be too long for another, so ask until none shortens it.
-            while any(group.trim(seq, hit) for group in self._trimming):
+            while self._trimming and any(group.trim(seq, hit) for group in self._trimming):
                 pass
             if self.state_group is None:
                 hit.source, hit.num_copied, hit.num_later = self.pool.find_copy(seq, hit.entries)
