@@ -399,7 +399,7 @@ def largest_prefill(tables: StepTables, rows: Tensor, num_tokens: int) -> Forwar
     return ForwardStep(
         token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
         positions=torch.arange(num_tokens, device=device) % longest,
-        rows=rows.new_full((len(lens),), PADDING_ROW),
+        rows=rows.new_full((len(lens),), PADDING_ROW, dtype=torch.int32),  # as in every step, or kernels compile again
         outputs=rows % num_tokens,
         kv_cache=tables.kv_cache,
         metadata=tuple(PrefillMetadata.of_whole_prompts(lens, table) for table in tables.tables),
