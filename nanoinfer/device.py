@@ -2,9 +2,11 @@
 
 import importlib
 import math
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -161,6 +163,26 @@ def computing(device: torch.device, num_threads: int | None) -> Iterator[None]:
     plain = torch.autocast(device.type, enabled=False) if casts else nullcontext()
     with torch.inference_mode(), current_device(device), cpu_threads(num_threads), plain:
         yield
+
+
+@contextmanager
+def compiling(launches: list[Callable[[], object]], device: torch.device) -> Iterator[None]:
+    """Run launches of kernels in threads while the scope runs, so that the kernels are compiled; raise what they raise.
+
+    Triton compiles outside Python's lock for the most part. The first launch runs alone, before the scope, since Triton
+    sets itself up with its first kernel.
+    """
+
+    def run(launch: Callable[[], object]) -> None:
+        with computing(device, None):
+            launch()
+
+    for launch in launches[:1]:
+        run(launch)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(run, launches[1:])
+        yield
+        list(compiled)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class WholeImages(BlockManager):
             # The tokens between the last whole block and the image are computed again.
             del hit.entries[cut.start // self.block_size :]
             hit.source, hit.num_copied, hit.num_later = None, 0, 0
-            while any(group.trim(seq, hit) for group in self._trimming):
+            while self._trimming and any(group.trim(seq, hit) for group in self._trimming):
                 pass
             hit.pages = [group.needed_pages(hit.entries) for group in self.attention]
             end = len(hit.entries) * self.block_size

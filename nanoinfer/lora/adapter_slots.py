@@ -7,10 +7,9 @@ A packet names slots as the scheduler counts them. Where a slot's matrices lie o
 changes whenever the slot gets another adapter (`slot_memory.py`).
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from nanoinfer.device import computing, cpu_threads, numbers_to_device
+from nanoinfer.device import compiling, cpu_threads, numbers_to_device
 from nanoinfer.engine.packet import AllSections, column
 from nanoinfer.engine.row_options import AdmittedRow
 from nanoinfer.layers.attention.metadata import PrefillMetadata, ragged_indices
@@ -227,16 +226,8 @@ class RankAdapters:
             if isinstance(mlp, DecoderMLP) and isinstance(mlp.activation, AdaptedActivation):
                 alone.setdefault(("gated", mlp.gate_up_proj.full_shape), mlp.activation.run_alone)
         sizes = [2**power for power in range((max_tokens - 1).bit_length())]
-        launches = [partial(launch, size) for launch in alone.values() for size in sizes]
-
-        def run(launch: Callable[[], None]) -> None:
-            with computing(device, None):
-                launch()
-
-        if launches:
-            run(launches.pop(0))  # alone, since Triton sets itself up with its first kernel
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(run, launches))  # raises what they raised
+        with compiling([partial(launch, size) for launch in alone.values() for size in sizes], device):
+            pass
 
     def free_slots(self) -> None:
         """Free the memory of the slots."""

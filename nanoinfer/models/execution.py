@@ -4,17 +4,15 @@ The runner asks `PrefillGraphs.choose` before it asks the model. Where hidden st
 takes the common way. Layers declare by which ways they can go; nothing here looks at the classes of their parts.
 """
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard, cast
 
 from torch import Tensor
 
-from nanoinfer.device import computing
+from nanoinfer.device import compiling
 from nanoinfer.distributed.tensor_parallel import SLICE_TOKENS, TensorParallel
 from nanoinfer.layers.layernorm import ResidualStream
 from nanoinfer.layers.linear import ShardedLinear
@@ -65,25 +63,14 @@ def _has_few_rows_way(layer: Layer) -> TypeGuard[DecoderLayer]:
     return Way.FEW_ROWS in layer.ways
 
 
-@contextmanager
-def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> Iterator[None]:
+def compiling_few_rows(decoder: Decoder, sizes: list[int]) -> AbstractContextManager[None]:
     """Compile the products of steps of few rows while the block runs, in threads: most of what a first start compiles.
 
-    sizes: how many rows the steps have. Triton compiles outside Python's lock for the most part.
+    sizes: how many rows the steps have.
     """
-    device = decoder.embed_tokens.weight.device
     products = [product for num_rows in sizes for product in _few_rows_products(decoder, num_rows)]
-
-    def run(product: Callable[[], Tensor]) -> None:
-        with computing(device, None):
-            product()
-
-    if products:
-        run(products.pop(0))  # alone, since Triton sets itself up with its first kernel
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(run, reversed(products))  # products of the most rows take the longest
-        yield
-        list(compiled)  # raises what they raised
+    # Of those that run in threads, the ones of the most rows come first, which take the longest.
+    return compiling([*products[:1], *products[:0:-1]], decoder.embed_tokens.weight.device)
 
 
 def _few_rows_products(decoder: Decoder, num_rows: int) -> list[Callable[[], Tensor]]:

@@ -38,6 +38,9 @@ CHANNEL_BLOCK = 64  # of the convolution: channels of a program
 KEPT_CHANNELS = 1024  # channels of a program that keeps inputs
 HEAD_BLOCK = 16  # heads of a program that normalises outputs, of one token or several
 L2_EPS = tl.constexpr(spec.L2_EPS)
+# What differs from step to step, or the kernels would be compiled again for the first real steps: places in packets and
+# in tables, and how many states there are, which an engine knows only when it has measured its memory.
+CHANGING = ["rows_ptr", "num_places", "rows_stride"]
 
 
 @triton.jit
@@ -165,11 +168,6 @@ def _gated_delta_step_kernel(
     z = tl.load(x_ptr + num_channels + head * value_dim + value_index, mask=is_value, other=0.0).to(tl.float32)
     out_ptrs = out_ptr + (line * num_heads + head) * value_dim + value_index
     tl.store(out_ptrs, gated_norm(out, z, weight, eps, value_dim, v_inputs.dtype), mask=is_value)
-
-
-# What differs from step to step, or the kernels would be compiled again for the first real steps: places in packets and
-# in tables, and how many states there are, which an engine knows only when it has measured its memory.
-CHANGING = ["rows_ptr", "num_places", "rows_stride"]
 
 
 @triton.jit(do_not_specialize=["chunks_ptr", *CHANGING])

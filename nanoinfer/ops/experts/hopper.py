@@ -216,7 +216,7 @@ def _multiply(
                     rows = x.index(2 * stage + half)
                     sums = warpgroup_mma(rows, weight.index(stage).permute((1, 0)), sums, is_async=True)
                     sums = warpgroup_mma_wait(1, deps=[sums])
-                    if start > 0:  # the products before these are done
+                    if start > 0:  # the product before this one is done
                         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
                     count += 1
                 sums = warpgroup_mma_wait(0, deps=[sums])
