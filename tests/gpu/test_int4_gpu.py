@@ -78,7 +78,7 @@ def test_values_of_e2m1_are_multiplied_exactly(
         assert (error <= 4 * eps * (expected.abs() + expected.square().mean().sqrt())).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 16, 100, 400])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 100, 400, 2000])
 @pytest.mark.parametrize(("group_size", "has_zeros"), [(128, False), (64, False), (32, True), (None, True)])
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 384), (640, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -142,9 +142,24 @@ def test_hopper_reads_4_bits_below_its_limit_of_pairs_and_other_gpus_always(
     limit = 2 * kernels.WIDE_PAIRS.get(dtype, 0)
 
     def reads_4_bits() -> list[bool]:
-        return [kernels._reads_4_bits(randn(1, 128, dtype=dtype), *both, pairs, 128) for pairs in (limit - 1, limit)]
+        x = randn(1, 128, dtype=dtype)
+        return [kernels._reads_4_bits(x, *both, pairs, 128, False) for pairs in (limit - 1, limit)]
 
     monkeypatch.setattr(kernels, "has_hopper_kernels", lambda _: True)
     assert reads_4_bits() == [dtype != torch.float32, False]
     monkeypatch.setattr(kernels, "has_hopper_kernels", lambda _: False)
     assert reads_4_bits() == [dtype != torch.float32] * 2
+
+
+@pytest.mark.parametrize(("on_hopper", "group_size", "limit"), [(True, 128, 450), (True, 64, 250), (False, 128, 250)])
+def test_weights_in_int4_are_widened_from_as_many_pairs_on_as_pay_for_the_kernel_that_serves(
+    on_hopper: bool, group_size: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "has_hopper_kernels", lambda _: on_hopper)
+    words = (torch.zeros(2, lines, 16, dtype=torch.int32) for lines in (256, 128))  # of 128 inputs
+    both = [ExpertWeights(numbers, torch.ones(*numbers.shape[:2], 128 // group_size)) for numbers in words]
+    x = torch.zeros(1, 128, dtype=torch.bfloat16)
+    has_own = kernels._has_hopper_int4_kernel(x, x, *both)
+    assert has_own == (limit == 450)
+    pairs_of_two = 2 * limit - 1, 2 * limit
+    assert [kernels._reads_4_bits(x, *both, pairs, 128, has_own) for pairs in pairs_of_two] == [True, False]

@@ -14,8 +14,8 @@ Rows are gathered where they are read, and nothing is copied into order. How a p
 - Decode is bound by reading the weights of the chosen experts. Most experts then have few tokens: one tile of 16 rows,
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own (`hopper.py`).
-- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper `hopper_int4.py`). Where
-  larger tiles pay, they are widened first: those in int4, and on Hopper those in MXFP4 from `WIDE_PAIRS` on.
+- Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper `hopper_int4.py`). For so many
+  pairs that larger tiles pay, they are widened first: see `WIDE_PAIRS`.
 """
 
 from typing import NamedTuple
@@ -208,9 +208,11 @@ def _grouped_product_kernel(
         tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
 
-MAX_INT4_ROWS = 64  # pairs of a tile for which a weight is read in 4 bits; for more it is widened first
-# Pairs of each expert, on average, from which on Hopper widens weights in MXFP4 before the products. docs/kernels.md
-# has the times in bfloat16. Unpacking to float16 takes about twice the instructions; its limit is not measured anew.
+MAX_INT4_ROWS = 64  # pairs of a tile whose weight is read in 4 bits
+# Pairs of each expert, on average, from which on weights are widened before the products: those in int4, by whether
+# Hopper's kernel serves, and on Hopper those in MXFP4, by dtype. docs/kernels.md has the times. Unpacking MXFP4 to
+# float16 takes about twice the instructions; its limit is not measured anew.
+WIDE_PAIRS_INT4 = {True: 450, False: 250}
 WIDE_PAIRS = {torch.bfloat16: 600, torch.float16: 150}
 
 
@@ -233,17 +235,17 @@ def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None, is_geglu
         return hidden.new_empty(num_terms, *hidden.shape)
     gated = hidden.new_empty(num_pairs, gate_up.values.shape[1] // 2)
     rows = tile_rows(num_pairs, num_experts, hidden.dtype)
-    in_4_bits = _reads_4_bits(hidden, gate_up, down, num_pairs, rows)
+    has_int4_kernel = _has_hopper_int4_kernel(hidden, gated, gate_up, down)
+    in_4_bits = _reads_4_bits(hidden, gate_up, down, num_pairs, rows, has_int4_kernel)
     if in_4_bits:
         rows = min(MAX_INT4_ROWS, rows)
     plan = plan_tiles(expert_ids, num_experts, rows)
     product = grouped_product
-    if in_4_bits and has_hopper_kernels(hidden.device):
+    if in_4_bits and has_int4_kernel:
         from nanoinfer.ops.experts import hopper_int4
 
-        if hopper_int4.serves(hidden, gate_up) and hopper_int4.serves(gated, down):
-            product = hopper_int4.grouped_product
-            num_terms *= hopper_int4.num_parts(down, plan, hidden.device)
+        product = hopper_int4.grouped_product
+        num_terms *= hopper_int4.num_parts(down, plan, hidden.device)
     elif not in_4_bits and _has_hopper_kernel(hidden, gated.shape[1], rows):
         from nanoinfer.ops.experts import hopper
 
@@ -256,16 +258,27 @@ def expert_mlp(hidden, gate_up, down, expert_ids, weights, clamps=None, is_geglu
     return out
 
 
-def _reads_4_bits(hidden: Tensor, gate_up: ExpertWeights, down: ExpertWeights, num_pairs: int, rows: int) -> bool:
+def _reads_4_bits(
+    hidden: Tensor, gate_up: ExpertWeights, down: ExpertWeights, num_pairs: int, rows: int, has_int4_kernel: bool
+) -> bool:
     """Return whether the kernels read weights in 4 bits; else these are widened first."""
     if gate_up.scales is None or down.scales is None or hidden.dtype == torch.float32:
         return False
     if gate_up.values.shape[2] % WORDS.value or down.values.shape[2] % WORDS.value:  # blocks of fewer than 128 inputs
         return False
     if not gate_up.is_e2m1:
-        return rows <= MAX_INT4_ROWS
+        return num_pairs < WIDE_PAIRS_INT4[has_int4_kernel] * len(down.values)
     is_few = num_pairs < WIDE_PAIRS[hidden.dtype] * len(down.values)
     return is_few or not _has_hopper_kernel(hidden, gate_up.values.shape[1] // 2, rows)
+
+
+def _has_hopper_int4_kernel(hidden: Tensor, gated: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
+    """Return whether Hopper's kernel serves weights in 4 bits."""
+    if gate_up.scales is None or down.scales is None or not has_hopper_kernels(hidden.device):
+        return False
+    from nanoinfer.ops.experts import hopper_int4
+
+    return hopper_int4.serves(hidden, gate_up) and hopper_int4.serves(gated, down)
 
 
 def _has_hopper_kernel(hidden: Tensor, inner_size: int, rows: int) -> bool:
