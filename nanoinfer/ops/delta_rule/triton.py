@@ -18,12 +18,14 @@ inputs of other dtypes, a product is made of three in TF32, which keeps about th
 chunk and over a head's dimensions, in an order that depends on a sequence's own length alone.
 """
 
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from nanoinfer.device import to_device
 from nanoinfer.ops.common.device_properties import next_power_of_2
@@ -525,7 +527,8 @@ def gated_delta_prefill(qkvz, ba, rows, query_lens, context_lens, matrices, conv
     num_channels, width = weights.conv.shape
     assert qkvz.stride(1) == 1, f"the rows of qkvz must be contiguous, strides {qkvz.stride()}"
     assert ba.stride(1) == 1, f"the rows of ba must be contiguous, strides {ba.stride()}"
-    sequences, chunks = _tables(query_lens, context_lens, qkvz.device)
+    stream = driver.active.get_current_stream(qkvz.get_device()) if qkvz.is_cuda else 0
+    sequences, chunks = _tables(query_lens, context_lens, qkvz.device, stream)
     qkv, out = qkvz.new_empty(len(qkvz), num_channels), qkvz.new_empty(len(qkvz), num_heads * value_dim)
     _convolve_kernel[(len(chunks), triton.cdiv(num_channels, CHANNEL_BLOCK))](
         *(qkvz, conv_inputs, weights.conv, rows, sequences, chunks, qkv),
@@ -552,10 +555,14 @@ def gated_delta_prefill(qkvz, ba, rows, query_lens, context_lens, matrices, conv
     return out
 
 
-def _tables(query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=1)  # all layers of a step ask for the same
+def _tables(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
     """Return the first token, the number of tokens and the first position of each sequence, (num_sequences, 3) int32.
 
-    And of each of their chunks the sequence and its first token's place there, (num_chunks, 2) int32.
+    And of each of their chunks the sequence and its first token's place there, (num_chunks, 2) int32. stream: the
+    handle of the current one, which copies them: another one would have to wait.
     """
     sequences = [
         (first, length, context - length)
