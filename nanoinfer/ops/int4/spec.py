@@ -176,9 +176,14 @@ def int4_product(x: Tensor, weight: PackedWeight, num_splits: int) -> Tensor:
 
 def reads_4_bits(x: Tensor, weight: PackedWeight) -> bool:
     """Return whether to compute x W^T by `int4_product`. For more rows, widening W costs less than reading it often."""
-    if x.shape[1] % BLOCK or weight.groups is not None or not x.is_cuda or x.dtype == torch.float32:
-        return False
-    return len(x) <= (MAX_HOPPER_ROWS if has_hopper_kernel(weight, x.device) else MAX_ROWS)
+    return x.is_cuda and len(x) <= max_rows_in_4_bits(weight, x.shape[1], x.dtype, x.device)
+
+
+def max_rows_in_4_bits(weight: PackedWeight, num_inputs: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return for how many rows in `dtype`, at most, a GPU's kernels read a weight in 4 bits."""
+    if num_inputs % BLOCK or weight.groups is not None or dtype == torch.float32:
+        return 0
+    return MAX_HOPPER_ROWS if has_hopper_kernel(weight, device) else MAX_ROWS
 
 
 def has_hopper_kernel(weight: PackedWeight, device: torch.device) -> bool:

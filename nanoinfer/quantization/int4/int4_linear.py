@@ -15,6 +15,7 @@ from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.spec import (
     GROUP_SIZE,
+    MAX_HOPPER_ROWS,
     PACKED,
     ROWS,
     ZERO,
@@ -22,6 +23,7 @@ from nanoinfer.ops.int4.spec import (
     block_size,
     dequantize,
     int4_product,
+    max_rows_in_4_bits,
     num_splits,
     pack,
     quantize,
@@ -47,13 +49,12 @@ UNORDERED = "inputs in another order than their groups"
 
 
 class Int4LinearMethod(LinearMethod):
-    """Holds a weight in 4 bits, and widens it for each product.
+    """Holds a weight in 4 bits, and widens it for each product of more rows than kernels read it for.
 
     The layer has `weight`, int32; `weight_scale`, float32; `weight_zero_point`, uint8, and `weight_g_idx`, the group of
     each input, both None if the checkpoint has none: see `PackedWeight`.
     """
 
-    kind = ProductKind.WIDENED
     splits_large_products = True
 
     def __init__(self, config: Int4Config, layer: Any) -> None:
@@ -88,6 +89,10 @@ class Int4LinearMethod(LinearMethod):
             if self.config.orders_inputs:
                 groups = torch.empty((*experts, num_inputs), dtype=torch.int32)  # one order for all that a layer packs
                 layer.weight_g_idx = stored(groups, ParamSpec(input_dim=0))
+        max_rows = 0
+        if self.device.type == "cuda":
+            max_rows = max_rows_in_4_bits(self.packed(layer), num_inputs, self.dtype, self.device)
+        self.kind = ProductKind.NARROW if max_rows == MAX_HOPPER_ROWS else ProductKind.WIDENED
 
     def _empty(self, experts: list[int], spec: ParamSpec, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*experts, *spec.shape(outputs, inputs), dtype=dtype)
