@@ -407,7 +407,8 @@ def rounding() -> None:
 def linear_attention() -> None:
     """Print microseconds of what a layer of Qwen3.5-9B computes beside its products, and the least that reading takes.
 
-    A prefill step of 30 prompts is not in a CUDA graph: what the host prepares is a part of it.
+    A prefill step of 30 prompts is not in a CUDA graph: launches are a part of it. Where chunks begin is known, as in
+    all layers but the first.
     """
     from nanoinfer.ops.delta_rule.spec import DeltaRuleWeights
     from nanoinfer.ops.delta_rule.triton import gated_delta_prefill, gated_delta_step

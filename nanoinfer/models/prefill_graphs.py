@@ -24,6 +24,7 @@ from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.layernorm import ResidualStream
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.forward_step import ForwardStep
+from nanoinfer.quantization.linear_method import ParamSpec
 
 logger = logging.getLogger("nanoinfer")
 
@@ -137,8 +138,14 @@ def num_weights_of_a_token(layer: nn.Module) -> int:
     """Return how many weights of a layer a token is multiplied by: of experts, those of the ones that it goes to."""
     experts = [part for part in layer.modules() if isinstance(part, Experts)]
     of_experts = {id(weight) for part in experts for weight in part.parameters()}
-    others = sum(weight.numel() for weight in layer.parameters() if id(weight) not in of_experts)
+    others = sum(_num_values(param) for param in layer.parameters() if id(param) not in of_experts)
     return others + sum(part.num_weights_of_a_token for part in experts)
+
+
+def _num_values(param: Tensor) -> int:
+    """Return how many values a parameter holds: an integer holds several in 4 bits."""
+    is_packed = param.dtype == torch.int32
+    return param.numel() * (ParamSpec.of(param).inputs_per_entry if is_packed else 1)
 
 
 def padded_sizes(layers: Iterable[nn.Module], only_pools: bool) -> list[int]:

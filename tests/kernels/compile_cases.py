@@ -131,6 +131,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 FP8 = {"quantization": "fp8"}
+INT4_EXPERTS = {"quantization": "int4", "max_num_batched_tokens": 2048}  # so many tokens that weights are widened
 # By name: a compute capability, a model of those above, and options of the engine.
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "Hopper, 16 bits": (90, "Qwen3", {}),
@@ -145,12 +146,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "Ada, 16 bits": (89, "Qwen3", {}),
     "Ampere, experts, int8 cache": (80, "Qwen3-MoE", {"kv_cache_dtype": "int8"}),
     **{f"{gpu}, 4 bits": (gpu, "Qwen3", {"quantization": "int4"}) for gpu in (80, 86, 89, 90)},
-    "Ampere, experts in 4 bits": (86, "Qwen3-MoE", {"quantization": "int4"}),
+    "Ampere, experts in 4 bits": (86, "Qwen3-MoE", INT4_EXPERTS),
     "Ampere, heads of 256": (80, "Gemma 3", {}),
     "Hopper, soft caps": (90, "Gemma 2", {}),
     "Ampere, soft caps, int8 cache": (86, "Gemma 2", {"kv_cache_dtype": "int8"}),
     "Hopper, attention beside the MLP": (90, "Cohere2", {}),
-    "Hopper, experts in 4 bits": (90, "Qwen3-MoE", {"quantization": "int4"}),
+    "Hopper, experts in 4 bits": (90, "Qwen3-MoE", INT4_EXPERTS),
     "Hopper, sinks, MXFP4": (90, "gpt-oss", {}),
     "Hopper, a shared expert with a gate": (90, "Qwen3.5-MoE", {}),
     "Hopper, experts scored by sigmoids, FP8": (90, "GLM-4.5", FP8),
@@ -162,12 +163,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "Ampere, heads of 512, experts in 4 bits, int8 cache": (
         86,
         "Gemma 4",
-        {"quantization": "int4", "kv_cache_dtype": "int8"},
+        {**INT4_EXPERTS, "kv_cache_dtype": "int8"},
     ),
     "Hopper, heads of 512, experts in 4 bits, fp8 cache": (
         90,
         "Gemma 4",
-        {"quantization": "int4", "kv_cache_dtype": "fp8"},
+        {**INT4_EXPERTS, "kv_cache_dtype": "fp8"},
     ),
     "Ada, heads of 512, shared caches": (89, "Gemma 4 E", {}),
     "Hopper, latents of 20 heads": (90, "GLM-4.7-Flash", {}),
@@ -186,7 +187,7 @@ CARDS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "RTX 50, experts": (120, "Qwen3-MoE", {}),
     "RTX 50, FP8 experts, int8 cache": (120, "Qwen3-MoE", {**FP8, "kv_cache_dtype": "int8"}),
     "RTX 50, FP8 experts in blocks": (120, "Qwen3-MoE-FP8", {}),
-    "RTX 50, experts in 4 bits": (120, "Qwen3-MoE", {"quantization": "int4"}),
+    "RTX 50, experts in 4 bits": (120, "Qwen3-MoE", INT4_EXPERTS),
     "RTX 50, sinks, MXFP4, FP8 cache": (120, "gpt-oss", {"kv_cache_dtype": "fp8"}),
     "RTX 50, linear attention, FP8": (120, "Qwen3.5", FP8),
     "RTX 50, a shared expert with a gate": (120, "Qwen3.5-MoE", {}),

@@ -139,7 +139,7 @@ def test_hopper_reads_4_bits_below_its_limit_of_pairs_and_other_gpus_always(
         ExpertWeights(weight.numbers, weight.scales, is_e2m1=True)
         for weight in (random_mxfp4(2, 256, 128, 1), random_mxfp4(2, 128, 128, 2))
     ]
-    limit = 2 * kernels.WIDE_PAIRS.get(dtype, 0)
+    limit = 2 * kernels.WIDE_PAIRS_MXFP4.get(dtype, 0)
 
     def reads_4_bits() -> list[bool]:
         x = randn(1, 128, dtype=dtype)
@@ -151,7 +151,7 @@ def test_hopper_reads_4_bits_below_its_limit_of_pairs_and_other_gpus_always(
     assert reads_4_bits() == [dtype != torch.float32] * 2
 
 
-@pytest.mark.parametrize(("on_hopper", "group_size", "limit"), [(True, 128, 450), (True, 64, 250), (False, 128, 250)])
+@pytest.mark.parametrize(("on_hopper", "group_size", "limit"), [(True, 128, 500), (True, 64, 250), (False, 128, 250)])
 def test_weights_in_int4_are_widened_from_as_many_pairs_on_as_pay_for_the_kernel_that_serves(
     on_hopper: bool, group_size: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +160,6 @@ def test_weights_in_int4_are_widened_from_as_many_pairs_on_as_pay_for_the_kernel
     both = [ExpertWeights(numbers, torch.ones(*numbers.shape[:2], 128 // group_size)) for numbers in words]
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     has_own = kernels._has_hopper_int4_kernel(x, x, *both)
-    assert has_own == (limit == 450)
+    assert has_own == (limit == 500)
     pairs_of_two = 2 * limit - 1, 2 * limit
     assert [kernels._reads_4_bits(x, *both, pairs, 128, has_own) for pairs in pairs_of_two] == [True, False]

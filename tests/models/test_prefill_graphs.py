@@ -16,6 +16,7 @@ from nanoinfer.distributed.tensor_parallel import TensorParallel
 from nanoinfer.layers.attention.backend_selection import AttentionBackends
 from nanoinfer.layers.experts import Experts
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet
+from nanoinfer.layers.linear import MergedColumnParallelLinear
 from nanoinfer.layers.moe import SparseMoE
 from nanoinfer.models import execution, prefill_graphs
 from nanoinfer.models.decoder import Decoder
@@ -30,6 +31,8 @@ from nanoinfer.models.prefill_graphs import (
     padded_sizes,
 )
 from nanoinfer.models.qwen3_next import Qwen3NextForCausalLM
+from nanoinfer.quantization.int4.formats import Int4Config
+from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
 from tests.models.test_architectures import ARCHITECTURES, HYBRIDS, LATENT, checkpoint, draw_prompts, generate  # noqa: F401 (a fixture)
 
 NOT_PLAIN = (
@@ -161,6 +164,14 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     attention.experts = experts
     assert num_weights_of_a_token(attention) == 18_900_000 + 8 * 3 * 768 * 2048
     assert padded_sizes([attention], only_pools=False)[-1] == 1024
+
+
+def test_in_4_bits_values_count_and_not_the_integers_that_hold_them() -> None:
+    layer = torch.nn.Module()
+    with torch.device("meta"):
+        layer.product = MergedColumnParallelLinear(4096, 193_000_000 // 4096 // 2, bias=False, tp=TensorParallel())
+        layer.product.quant_method = Int4LinearMethod(Int4Config(), layer.product)
+    assert padded_sizes([layer], only_pools=False) == [64, 128, 192, 256], "as in 16 bits"
 
 
 def test_an_expert_of_all_tokens_counts_once() -> None:

@@ -20,6 +20,7 @@ from nanoinfer.ops.int4.spec import PackedWeight, dequantize, pack, quantize, re
 from nanoinfer.quantization.int4 import int4_linear
 from nanoinfer.quantization.int4.formats import Int4Config, readers
 from nanoinfer.quantization.int4.int4_linear import Int4LinearMethod
+from nanoinfer.quantization.linear_method import ProductKind
 from nanoinfer.quantization.method_selection import read_quantization
 from tests.quantization.test_checkpoints import plain_folder, write_plain
 
@@ -387,6 +388,33 @@ def test_a_weight_is_read_in_4_bits_for_few_rows_where_a_kernel_serves_it(
     assert not serves(1, num_inputs=192, group_size=64), "a block that is not whole"
     assert not serves(1, dtype=torch.float32)
     assert not serves(1, groups=torch.zeros(256, dtype=torch.int32)), "inputs in another order"
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "intermediate_size", "orders_inputs", "dtype", "kind"),
+    [
+        (128, 32, False, torch.bfloat16, ProductKind.NARROW),
+        (128, 32, False, torch.float16, ProductKind.NARROW),
+        (128, 32, False, torch.float32, ProductKind.WIDENED),
+        (128, 32, True, torch.bfloat16, ProductKind.WIDENED),
+        (192, 32, False, torch.bfloat16, ProductKind.WIDENED),
+        (128, 6, False, torch.bfloat16, ProductKind.WIDENED),
+    ],
+)
+@pytest.mark.parametrize("on_hopper", [True, False])
+def test_a_layer_counts_as_narrow_where_kernels_read_its_4_bits_in_all_small_steps(
+    num_inputs: int,
+    intermediate_size: int,
+    orders_inputs: bool,
+    dtype: torch.dtype,
+    kind: ProductKind,
+    on_hopper: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(int4, "has_hopper_kernels", lambda _: on_hopper)
+    layer: Any = MergedColumnParallelLinear(num_inputs, intermediate_size, bias=False, tp=TensorParallel()).to(dtype)
+    method = Int4LinearMethod(Int4Config(orders_inputs=orders_inputs), layer)
+    assert method.kind is (kind if on_hopper else ProductKind.WIDENED)
 
 
 def test_a_product_of_few_rows_with_a_bias_reads_4_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:

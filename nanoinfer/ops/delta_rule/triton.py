@@ -562,7 +562,7 @@ def _tables(
     """Return the first token, the number of tokens and the first position of each sequence, (num_sequences, 3) int32.
 
     And of each of their chunks the sequence and its first token's place there, (num_chunks, 2) int32. stream: the
-    handle of the current one, which copies them: another one would have to wait.
+    handle of the current stream. Another one would have to wait for the copy, so it gets tables of its own.
     """
     sequences = [
         (first, length, context - length)

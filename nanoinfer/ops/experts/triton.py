@@ -15,7 +15,7 @@ Rows are gathered where they are read, and nothing is copied into order. How a p
   so that each weight is read once. The columns are cut so narrow that one token keeps all multiprocessors busy.
 - Prefill is bound by the tensor cores, and has tiles of 128 rows. On Hopper it has a kernel of its own (`hopper.py`).
 - Weights in 4 bits are read as such by tiles of up to 64 rows (`ops/int4`, and on Hopper `hopper_int4.py`). For so many
-  pairs that larger tiles pay, they are widened first: see `WIDE_PAIRS`.
+  pairs that larger tiles pay, they are widened first: those in int4, and on Hopper those in MXFP4.
 """
 
 from typing import NamedTuple
@@ -208,12 +208,11 @@ def _grouped_product_kernel(
         tl.store(out_ptrs, (acc * pair_weight[:, None]).to(dtype), mask=out_mask)
 
 
-MAX_INT4_ROWS = 64  # pairs of a tile whose weight is read in 4 bits
-# Pairs of each expert, on average, from which on weights are widened before the products: those in int4, by whether
-# Hopper's kernel serves, and on Hopper those in MXFP4, by dtype. docs/kernels.md has the times. Unpacking MXFP4 to
-# float16 takes about twice the instructions; its limit is not measured anew.
-WIDE_PAIRS_INT4 = {True: 450, False: 250}
-WIDE_PAIRS = {torch.bfloat16: 600, torch.float16: 150}
+MAX_INT4_ROWS = 64  # pairs of a tile, at most, whose weight is read in 4 bits
+# Pairs of each expert, on average, from which on weights are widened before the products: docs/kernels.md has times.
+WIDE_PAIRS_INT4, WIDE_PAIRS_INT4_HOPPER = 250, 500  # by the common kernel, and by Hopper's own
+# On Hopper. Unpacking MXFP4 to float16 takes about twice the instructions; its limit is not measured anew.
+WIDE_PAIRS_MXFP4 = {torch.bfloat16: 600, torch.float16: 150}
 
 
 class Tiling(NamedTuple):
@@ -267,8 +266,8 @@ def _reads_4_bits(
     if gate_up.values.shape[2] % WORDS.value or down.values.shape[2] % WORDS.value:  # blocks of fewer than 128 inputs
         return False
     if not gate_up.is_e2m1:
-        return num_pairs < WIDE_PAIRS_INT4[has_int4_kernel] * len(down.values)
-    is_few = num_pairs < WIDE_PAIRS[hidden.dtype] * len(down.values)
+        return num_pairs < (WIDE_PAIRS_INT4_HOPPER if has_int4_kernel else WIDE_PAIRS_INT4) * len(down.values)
+    is_few = num_pairs < WIDE_PAIRS_MXFP4[hidden.dtype] * len(down.values)
     return is_few or not _has_hopper_kernel(hidden, gate_up.values.shape[1] // 2, rows)
 
 

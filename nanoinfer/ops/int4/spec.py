@@ -180,7 +180,7 @@ def reads_4_bits(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def max_rows_in_4_bits(weight: PackedWeight, num_inputs: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return for how many rows in `dtype`, at most, a GPU's kernels read a weight in 4 bits."""
+    """Return for how many rows in `dtype`, at most, a GPU's kernels read a weight in 4 bits; 0 if they never do."""
     if num_inputs % BLOCK or weight.groups is not None or dtype == torch.float32:
         return 0
     return MAX_HOPPER_ROWS if has_hopper_kernel(weight, device) else MAX_ROWS

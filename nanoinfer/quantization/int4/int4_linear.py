@@ -15,7 +15,7 @@ from nanoinfer.ops.common.fp8_format import Activations
 from nanoinfer.ops.experts.spec import ExpertWeights
 from nanoinfer.ops.int4.spec import (
     GROUP_SIZE,
-    MAX_HOPPER_ROWS,
+    MAX_ROWS,
     PACKED,
     ROWS,
     ZERO,
@@ -89,10 +89,8 @@ class Int4LinearMethod(LinearMethod):
             if self.config.orders_inputs:
                 groups = torch.empty((*experts, num_inputs), dtype=torch.int32)  # one order for all that a layer packs
                 layer.weight_g_idx = stored(groups, ParamSpec(input_dim=0))
-        max_rows = 0
-        if self.device.type == "cuda":
-            max_rows = max_rows_in_4_bits(self.packed(layer), num_inputs, self.dtype, self.device)
-        self.kind = ProductKind.NARROW if max_rows == MAX_HOPPER_ROWS else ProductKind.WIDENED
+        max_rows = max_rows_in_4_bits(self.packed(layer), num_inputs, self.dtype, self.device)
+        self.kind = ProductKind.NARROW if max_rows > MAX_ROWS else ProductKind.WIDENED
 
     def _empty(self, experts: list[int], spec: ParamSpec, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*experts, *spec.shape(outputs, inputs), dtype=dtype)
