@@ -174,7 +174,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "Hopper, latents of 20 heads": (90, "GLM-4.7-Flash", {}),
     "Hopper, latents of 16 heads, FP8": (90, "DeepSeek-V2-Lite", FP8),
     "Ampere, latents of 20 heads": (86, "GLM-4.7-Flash", {}),
-    "Ampere, latents of 16 heads, 4 bits": (80, "DeepSeek-V2-Lite", {"quantization": "int4"}),
+    "Ampere, latents of 16 heads, 4 bits": (80, "DeepSeek-V2-Lite", INT4_EXPERTS),
 }
 # Further cases, on the GPUs that people own: an RTX 3090 (8.6), a 4090 (8.9) and a 5090 (12.0). Not in the list.
 CARDS: dict[str, tuple[int, str, dict[str, Any]]] = {

@@ -132,7 +132,7 @@ def test_a_scale_of_255_is_nan() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_hopper_reads_4_bits_below_its_limit_of_pairs_and_other_gpus_always(
+def test_hopper_reads_mxfp4_below_its_limit_of_pairs_and_other_gpus_always(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = [

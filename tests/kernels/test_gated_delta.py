@@ -117,6 +117,15 @@ def check_prefill(
     torch.testing.assert_close(states[1], wanted[1], atol=0, rtol=0, equal_nan=True)
 
 
+def test_the_layers_of_a_step_share_its_tables_and_steps_and_streams_do_not() -> None:
+    cpu = torch.device("cpu")
+    of_step = kernels._tables((70, 2), (70, 5), cpu, 0)
+    assert [table.tolist() for table in of_step] == [[[0, 70, 0], [70, 2, 3]], [[0, 0], [0, 64], [1, 0]]]
+    assert kernels._tables((70, 2), (70, 5), cpu, 0) is of_step
+    assert kernels._tables((70, 2), (70, 5), cpu, 1) is not of_step
+    assert kernels._tables((2,), (5,), cpu, 1)[0].tolist() == [[0, 2, 3]]
+
+
 ODD = pytest.param((70, 2, 64, 1), (0, 1, 7, 3), (2, 2, 12, 20, 4), id="several sequences, odd sizes")
 
 
